@@ -1,0 +1,190 @@
+"""Typed records: frozen dataclasses with a strict JSON round trip.
+
+Everything that is written into a run directory (spec, plan, site, job, recipe) is a `Record`. Reading one back
+checks every key and every value against the annotations, and an error names the dotted path of what is wrong.
+Standard library only.
+"""
+
+import dataclasses
+import difflib
+import enum
+import html
+import json
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, Self
+
+
+class ConfigError(ValueError):
+    """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
+
+
+def field_doc(text: str, **kwargs: Any) -> Any:
+    """Returns a dataclass field that carries its one-line meaning (shown by `_repr_html_` and `kit` help)."""
+    return dataclasses.field(metadata={"doc": text}, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """Base of all frozen, keyword-only, JSON-round-trip records."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            path = f"{path_name(type(self))}.{field.name}"
+            value = _convert(getattr(self, field.name), hints[field.name], path)
+            object.__setattr__(self, field.name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain dicts, lists, numbers and strings (tuples become lists)."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    def replace(self, **changes: Any) -> Self:
+        """Returns a copy with some fields changed.
+
+        Raises:
+            ConfigError: a name is not a field, or a value is not of its type.
+        """
+        return type(self).from_dict({**self.to_dict(), **{k: _plain(v) for k, v in changes.items()}})
+
+    @classmethod
+    def from_dict(cls, data: Any, path: str = "") -> Self:
+        """Returns the record that `data` describes.
+
+        Raises:
+            ConfigError: unknown key, missing key or a value of the wrong type, each named by its dotted path.
+        """
+        path = path or path_name(cls)
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: expected a table of keys, got {type(data).__name__} {data!r}.")
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for key in data:
+            if key not in fields:
+                raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), fields)}")
+        hints = typing.get_type_hints(cls)
+        values = {key: _convert(value, hints[key], f"{path}.{key}") for key, value in data.items()}
+        for name, field in fields.items():
+            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            if required and name not in values:
+                raise ConfigError(f"{path}.{name}: missing. Add it; it has no default.")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str, path: str = "") -> Self:
+        """Returns the record that a JSON text describes; errors as `from_dict`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path or path_name(cls)}: not valid JSON ({error}).") from error
+        return cls.from_dict(data, path)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Returns the record stored in a JSON file.
+
+        Raises:
+            ConfigError: the file is missing or does not describe this record.
+        """
+        try:
+            text = Path(file).read_text()
+        except FileNotFoundError as error:
+            raise ConfigError(f"{file}: no such file; expected a {cls.__name__} as JSON.") from error
+        try:
+            return cls.from_json(text)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
+
+    def write(self, file: Path) -> None:
+        """Writes the record as JSON, by atomic rename."""
+        write_atomic(Path(file), self.to_json())
+
+    def _repr_html_(self) -> str:
+        rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return html_table(type(self).__name__, rows)
+
+
+def path_name(cls: type) -> str:
+    """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`, `JobSpec` -> `job`."""
+    name = cls.__name__
+    return {"ModelSpec": "spec", "JobSpec": "job"}.get(name, name.lower())
+
+
+def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
+    """Returns the tail of an error message: the closest allowed name, then all of them."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Allowed: {', '.join(names)}."
+
+
+def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
+    """Returns a small two-column HTML table; all text is escaped."""
+    body = "".join(
+        f"<tr><td>{html.escape(str(key))}</td><td style='text-align:right'>{html.escape(str(value))}</td></tr>"
+        for key, value in rows
+    )
+    return f"<table><thead><tr><th colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
+
+
+def write_atomic(file: Path, text: str) -> None:
+    """Replaces `file` by `text` in one step: a reader sees the old or the new content, never a part of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(handle, "w") as stream:
+            stream.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _convert(value: Any, hint: Any, path: str) -> Any:
+    """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"{path}: {value!r} is not allowed. Allowed: {', '.join(map(repr, args))}.")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        return _convert(value, next(arg for arg in args if arg is not type(None)), path)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        if value not in [member.value for member in hint]:
+            raise ConfigError(f"{path}: {value!r} is not allowed. Allowed: {', '.join(m.value for m in hint)}.")
+        return hint(value)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return value if isinstance(value, hint) else hint.from_dict(value, path)
+    if origin is tuple and isinstance(value, tuple | list):
+        if args[-1] is Ellipsis:
+            return tuple(_convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
+        if len(args) == len(value):
+            return tuple(_convert(item, arg, f"{path}[{i}]") for i, (item, arg) in enumerate(zip(value, args)))
+    if origin is dict and isinstance(value, dict):
+        return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
+        return value
+    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {value!r}.")

@@ -1,0 +1,217 @@
+"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and pipelining.
+
+The interface that every engine has: `train_step`, `validation_loss`, `state_dict`, `restore_optimizer`.
+"""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from kit.parallel.apply import build_decoders
+from kit.parallel.data import prepare_backward
+from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
+from kit.parallel.mesh import build_mesh, data_axis
+from kit.parallel.pipeline import build_schedule, forward_only
+from kit.parallel.tensor import cross_entropy, vocabulary_parallel_loss
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+class NativeEngine:
+    """This rank's part of one model in training.
+
+    Args:
+        spec: the whole model.
+        plan: how it is cut; the process group must have `plan.num_devices` ranks.
+        recipe: optimizer settings and seed.
+        device: where this rank computes.
+        initialise: False leaves weights unset, to be filled from a checkpoint.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device, *, initialise: bool = True
+    ) -> None:
+        plan.check(spec, dist.get_world_size())
+        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        self.mesh = build_mesh(plan, device.type)
+        self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
+        self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        self.data_rank = data_axis(self.mesh, plan).get_local_rank()
+        seed = recipe.seed if initialise else None
+        self.decoders = build_decoders(spec, plan, self.mesh, device=device, seed=seed)
+        self.is_first = any(decoder.embedding is not None for decoder in self.decoders)
+        self.is_last = any(decoder.output is not None for decoder in self.decoders)
+        self.tied = _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
+        self.schedule = self._build_schedule() if self.pipeline_group is not None else None
+        # One group per placement: fused and foreach kernels cannot mix plain tensors and DTensors.
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group} for group in group_parameters(self.parameters())],
+            lr=recipe.learning_rate,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+
+    def parameters(self) -> list[Parameter]:
+        """Returns this rank's parameters, a tied one once per stage."""
+        return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
+
+    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+
+        Args:
+            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
+            learning_rate: of this step.
+        """
+        inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
+        self.optimizer.zero_grad()
+        loss = self._forward_backward(inputs, targets)
+        settle(self.parameters())
+        if self.tied is not None:
+            self.tied.reduce_gradients()
+        norm = global_norm(self._counted_parameters(), self.pipeline_group)
+        if self.recipe.gradient_clip is not None:
+            clip(self.parameters(), norm, self.recipe.gradient_clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        return self._mean_over_replicas(loss), norm.item()
+
+    @torch.no_grad()
+    def validation_loss(self, samples: Tensor) -> float:
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
+        loss = torch.zeros((), device=self.device)
+        with self._loss_context():
+            for x_BT, y_BT in zip(*self._micro_batches(inputs, targets), strict=True):
+                logits_BTV = self._logits(x_BT)
+                if logits_BTV is not None:
+                    loss += cross_entropy(logits_BTV, y_BT, self.tensor_mesh)
+        return self._mean_over_replicas(loss / self.plan.num_microbatches)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns weights and optimizer states by global name, the tensors themselves (DTensors where cut).
+
+        Names do not depend on the layout: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
+        """
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.named_parameters().items():
+            state[f"model.{name}"] = parameter.detach()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                if parameter in self.optimizer.state:
+                    state[f"adamw.{moment}.{name}"] = self.optimizer.state[parameter][moment]
+        return state
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Returns this rank's parameters by global name; a tied output goes by the embedding's name."""
+        named = {}
+        for decoder in self.decoders:
+            for name, parameter in decoder.named_parameters():
+                tied = name == "output.weight" and self.spec.tied_embeddings
+                named.setdefault("embedding.tokens.weight" if tied else name, parameter)
+        return named
+
+    def restore_optimizer(self, step: int) -> None:
+        """Gives every parameter the optimizer state that it has after `step` steps, moments zero (to be loaded)."""
+        for parameter in self.parameters():
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(step), device=self.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+    def after_load(self) -> None:
+        """Brings copies of a tied weight on one rank in line after `state_dict` was filled."""
+        if self.tied is not None:
+            self.tied.copy_to_output(self.optimizer)
+
+    # Forward and backward --------------------------------------------------------------------------------------
+
+    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Accumulates gradients of the mean loss; returns that loss (zero where this rank has no last stage)."""
+        if self.schedule is not None:
+            losses: list[Tensor] = []
+            last = {"target": targets, "losses": losses} if self.is_last else {}
+            with self._loss_context():
+                self.schedule.step(*([inputs] if self.is_first else []), return_outputs=False, **last)
+            return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
+        decoder, count = self.decoders[0], self.plan.num_microbatches
+        total = torch.zeros((), device=self.device)
+        for i, (x_BT, y_BT) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True)):
+            prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
+            with self._loss_context():
+                loss = cross_entropy(decoder(x_BT), y_BT, self.tensor_mesh) / count
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _logits(self, tokens_BT: Tensor) -> Tensor | None:
+        if self.pipeline_group is None:
+            return self.decoders[0](tokens_BT)
+        rank = self.mesh["pipeline"].get_local_rank()
+        return forward_only(self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=self.pipeline_group)
+
+    def _build_schedule(self):
+        return build_schedule(
+            self.decoders,
+            plan=self.plan,
+            pipeline_rank=self.mesh["pipeline"].get_local_rank(),
+            group=self.mesh["pipeline"].get_group(),
+            device=self.device,
+            loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
+        )
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        size = self.plan.micro_batch_size
+        return inputs.split(size), targets.split(size)
+
+    def _loss_context(self):
+        return vocabulary_parallel_loss() if self.tensor_mesh is not None else contextlib.nullcontext()
+
+    def _mean_over_replicas(self, loss: Tensor) -> float:
+        # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one replica.
+        loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
+        dist.all_reduce(loss)
+        return loss.item()
+
+    def _counted_parameters(self) -> list[Parameter]:
+        copy = self.tied.output if self.tied is not None else None
+        return [parameter for parameter in self.parameters() if parameter is not copy]
+
+
+class _TiedStages:
+    """The embedding weight that the first and last pipeline stage both hold, kept equal by summing its gradients."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        embedding = [decoder.embedding.tokens.weight for decoder in engine.decoders if decoder.embedding is not None]
+        output = [decoder.output.weight for decoder in engine.decoders if decoder.output is not None]
+        self.embedding: Parameter | None = embedding[0] if embedding else None
+        self.output: Parameter | None = output[0] if output else None
+        self.on_one_rank = engine.plan.schedule == "zbv"
+        # Ranks of the first and the last stage that share all other coordinates.
+        ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
+        self.group = None if self.on_one_rank else dist.new_subgroups_by_enumeration(ends)[0]
+
+    def reduce_gradients(self) -> None:
+        """Adds up the gradients of both copies."""
+        if self.on_one_rank and self.embedding is not None and self.output is not None:
+            self.embedding.grad += self.output.grad
+            self.output.grad.copy_(self.embedding.grad)
+        elif not self.on_one_rank:
+            reduce_tied(self.embedding if self.embedding is not None else self.output, self.group)
+
+    @torch.no_grad()
+    def copy_to_output(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copies weight and moments from the embedding to an output on the same rank (loading fills one of them)."""
+        if self.embedding is None or self.output is None:
+            return
+        pairs = [(self.output, self.embedding)]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            pairs.append((optimizer.state[self.output][moment], optimizer.state[self.embedding][moment]))
+        for target, source in pairs:
+            local(target).copy_(local(source))

@@ -1,0 +1,24 @@
+"""The kit's typed errors. Each message says what, the value, what is allowed, and what to do next."""
+
+from cluster.record import ConfigError
+
+__all__ = ["CheckpointError", "ConfigError", "DataError", "MissingPackageError", "RunError"]
+
+
+class RunError(RuntimeError):
+    """A run directory cannot be used as asked: it is live, absent, or was made by another configuration."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+
+
+class DataError(ValueError):
+    """A text source, tokenizer or token file is missing, truncated, corrupt, or too short."""
+
+
+class MissingPackageError(ImportError):
+    """An optional package is not installed; the message gives the command that installs it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}, which is not installed. Run: pip install -e '.[{extra}]'")

@@ -1,0 +1,67 @@
+"""Applies a Plan to the model: an ordered list of steps, one axis after the other."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Module
+
+from kit.model import Decoder, initial_weight
+from kit.parallel.data import needs_sharding, shard
+from kit.parallel.pipeline import stage_indices, stage_layers
+from kit.parallel.tensor import apply_tensor_parallel
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+
+def build_decoders(
+    spec: ModelSpec, plan: Plan, mesh: DeviceMesh, *, device: torch.device, seed: int | None
+) -> list[Decoder]:
+    """Returns this rank's pipeline stages, cut, initialised and sharded.
+
+    Blocks are made real one at a time, so that no more than one whole block is ever in memory beside the shards.
+
+    Args:
+        spec: the whole model.
+        plan: how to cut it.
+        mesh: from `build_mesh`.
+        device: where weights live; `meta` gives shapes only.
+        seed: of the initial weights; None leaves them uninitialised (a checkpoint follows).
+    """
+    decoders = []
+    for stage in stage_indices(plan, mesh["pipeline"].get_local_rank()):
+        with torch.device("meta"):
+            decoder = Decoder(spec, layers=stage_layers(spec, plan, stage), recompute=plan.recompute)
+        if plan.tensor_parallel > 1:
+            apply_tensor_parallel(decoder, mesh["tensor"], sequence_parallel=plan.sequence_parallel)
+        for number, block in decoder.layers.items():
+            _materialise(block, spec, f"layers.{number}.", device, seed)
+            if plan.compile:
+                block.compile()
+            if needs_sharding(plan):
+                shard(block, plan, mesh)
+        for name, child in decoder.named_children():
+            if name != "layers":
+                _materialise(child, spec, f"{name}.", device, seed)
+        decoder.tie()
+        if needs_sharding(plan):
+            shard(decoder, plan, mesh)
+        decoders.append(decoder)
+    return decoders
+
+
+def _materialise(module: Module, spec: ModelSpec, prefix: str, device: torch.device, seed: int | None) -> None:
+    """Gives a meta module real memory on `device` and, with a seed, its initial weights."""
+    if device.type == "meta":
+        return
+    module.to_empty(device=device)
+    if seed is None:
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            whole = initial_weight(spec, prefix + name, parameter.shape, seed, device)
+            if isinstance(parameter, DTensor):
+                # Each rank made the same whole tensor, so cutting needs no communication.
+                cut = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(cut.to_local())
+            else:
+                parameter.copy_(whole)

@@ -1,0 +1,106 @@
+"""Pipeline parallelism: which layers each rank holds, and torch's schedules over them."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from kit.model import Decoder
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,  # arXiv 1811.06965
+    "1f1b": Schedule1F1B,  # PipeDream-Flush, arXiv 2006.09503
+    "interleaved": ScheduleInterleaved1F1B,  # arXiv 2104.04473
+    "zero_bubble": ScheduleInterleavedZeroBubble,  # arXiv 2401.10241
+    "zbv": ScheduleZBVZeroBubble,  # arXiv 2401.10241
+}
+
+
+def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
+    """Returns the global numbers of the stages that a pipeline rank holds.
+
+    Rank r of p holds r, r + p, ...; the V-shaped `zbv` folds back, so that rank 0 holds the first and last stage.
+    """
+    if plan.schedule == "zbv" and plan.pipeline_parallel > 1:
+        return [pipeline_rank, plan.num_stages - 1 - pipeline_rank]
+    return list(range(pipeline_rank, plan.num_stages, plan.pipeline_parallel))
+
+
+def stage_layers(spec: ModelSpec, plan: Plan, stage: int) -> range:
+    """Returns the blocks of one stage: an equal share of consecutive layers."""
+    share = spec.num_layers // plan.num_stages
+    return range(stage * share, (stage + 1) * share)
+
+
+def build_schedule(
+    decoders: list[Decoder],
+    *,
+    plan: Plan,
+    pipeline_rank: int,
+    group: ProcessGroup,
+    device: torch.device,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    """Returns torch's schedule over this rank's stages. Gradients come out as the mean over micro-batches."""
+    spec = decoders[0].spec
+    stages = [
+        PipelineStage(
+            decoder,
+            index,
+            plan.num_stages,
+            device,
+            input_args=_handed_to(index, spec, plan),
+            output_args=_handed_to(index + 1, spec, plan),
+            group=group,
+        )
+        for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True)
+    ]
+    kind = SCHEDULES[plan.schedule]
+    held = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
+
+
+@torch.no_grad()
+def forward_only(
+    decoders: list[Decoder], tokens_BT: Tensor, *, plan: Plan, pipeline_rank: int, group: ProcessGroup
+) -> Tensor | None:
+    """Returns the logits of one micro-batch where this rank holds the last stage, else None.
+
+    Stage after stage with plain sends and receives: torch's schedules have no forward pass for `zbv`.
+    """
+    owner = {index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)}
+    spec, x = decoders[0].spec, tokens_BT
+    for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True):
+        if index > 0 and owner[index - 1] != pipeline_rank:
+            x = torch.empty_like(_handed_to(index, spec, plan), device=tokens_BT.device, requires_grad=False)
+            dist.recv(x, group=group, group_src=owner[index - 1])
+        x = decoder(x)
+        if index + 1 < plan.num_stages and owner[index + 1] != pipeline_rank:
+            dist.send(x.contiguous(), group=group, group_dst=owner[index + 1])
+    return x if decoders[-1].output is not None else None
+
+
+def _handed_to(stage: int, spec: ModelSpec, plan: Plan) -> Tensor:
+    """Returns the shape of what `stage` receives (meta): tokens first, logits after the last, hidden states between."""
+    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    batch, length, width = plan.micro_batch_size, spec.sequence_length, spec.hidden_size
+    if stage == 0:
+        return torch.empty(batch, length, dtype=torch.int64, device="meta")
+    if stage == plan.num_stages:
+        width = spec.vocab_size // plan.tensor_parallel
+    elif plan.sequence_parallel:
+        length = length // plan.tensor_parallel
+    return torch.empty(batch, length, width, dtype=dtype, device="meta", requires_grad=True)

@@ -1,0 +1,81 @@
+"""Tensor and sequence parallelism: the model's own table of splits, interpreted with torch's DTensor.
+
+A column-split matrix followed by a row-split one needs a single all-reduce (Megatron-LM, arXiv 1909.08053). With
+sequence parallelism that all-reduce becomes a reduce-scatter and an all-gather, and what lies between blocks is cut
+along T (arXiv 2205.05198).
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from kit.model import TENSOR_PARALLEL_SPLIT, Decoder
+
+T_AXIS, V_AXIS = Shard(1), Shard(-1)
+
+
+def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Cuts the decoder's matrices over `mesh` (one axis) and adds the communication, in place.
+
+    Afterwards logits are [B, T, V / tensor_parallel] per rank: use `cross_entropy` below.
+    """
+    between_blocks = T_AXIS if sequence_parallel else Replicate()
+    styles: dict[str, ParallelStyle] = {}
+    for name, split in TENSOR_PARALLEL_SPLIT.items():
+        if split == "vocabulary":
+            styles[name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        elif split == "row":
+            styles[name] = RowwiseParallel(output_layouts=between_blocks)
+        else:
+            styles[name] = ColwiseParallel()
+    styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
+    if sequence_parallel:
+        whole = {"desired_input_layouts": (Replicate(), None)}
+        styles |= {
+            "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=T_AXIS),
+            "attention_norm": SequenceParallel(),
+            "attention": PrepareModuleInput(input_layouts=(T_AXIS, None), **whole),
+            "feed_forward_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(T_AXIS,), desired_input_layouts=(Replicate(),)),
+            "norm": SequenceParallel(),
+        }
+    for module in (decoder, *decoder.layers.values()):
+        here = {name: style for name, style in styles.items() if _has(module, name)}
+        parallelize_module(module, mesh, here)
+    decoder.tie()
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Returns the mean negative log-likelihood in nats, computed in fp32.
+
+    With a tensor axis `mesh`, logits hold this rank's part of the vocabulary and are never gathered; call it, and
+    its backward pass, inside `vocabulary_parallel_loss`.
+    """
+    logits = logits_BTV.flatten(0, 1).float()
+    if mesh is None:
+        return F.cross_entropy(logits, targets_BT.flatten())
+    loss = F.cross_entropy(DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten())
+    # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor forbids.
+    return loss.to_local().clone() if isinstance(loss, DTensor) else loss
+
+
+vocabulary_parallel_loss = loss_parallel
+
+
+def _has(module: torch.nn.Module, name: str) -> bool:
+    try:
+        return module.get_submodule(name) is not None
+    except AttributeError:
+        return False

@@ -1,0 +1,165 @@
+"""Plan: how a ModelSpec is split over devices and how its batch is cut. No torch."""
+
+import dataclasses
+from typing import Literal
+
+from cluster.record import ConfigError, Record, field_doc, html_table
+from kit.spec import ModelSpec
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16"]
+
+MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """Parallel degrees, batch and memory options of one training job."""
+
+    tensor_parallel: int = field_doc("devices that share each weight matrix", default=1)
+    pipeline_parallel: int = field_doc("devices that share the stack of layers", default=1)
+    data_parallel: int = field_doc("replicas, each with its own part of the batch", default=1)
+    virtual_stages: int = field_doc("pipeline stages held by each pipeline device", default=1)
+    zero_stage: int = field_doc("0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights",
+                                default=0)  # fmt: skip
+    sequence_parallel: bool = field_doc("shard norms and residuals along the sequence over tensor_parallel",
+                                        default=False)  # fmt: skip
+    schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
+    recompute: Recompute = field_doc("activations computed again in the backward pass", default="none")
+    micro_batch_size: int = field_doc("sequences in one forward pass of one replica", default=1)
+    global_batch_size: int = field_doc("sequences in one optimizer step, over all replicas", default=1)
+    precision: Precision = field_doc("bf16 keeps fp32 master weights, optimizer and gradient reduction",
+                                     default="fp32")  # fmt: skip
+    compile: bool = field_doc("torch.compile each block", default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool) and field.name != "zero_stage" and value < 1:
+                raise ConfigError(f"plan.{field.name}: {value} is not allowed. Give a whole number from 1.")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"plan.zero_stage: {self.zero_stage} is not allowed. Allowed: 0, 1, 2, 3.")
+        self._check_batch()
+        self._check_schedule()
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ConfigError(
+                "plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off or raise the degree."
+            )
+
+    def _check_batch(self) -> None:
+        sequences = self.micro_batch_size * self.data_parallel
+        if self.global_batch_size % sequences:
+            raise ConfigError(
+                f"plan.global_batch_size: {self.global_batch_size} sequences cannot be cut into micro-batches of "
+                f"{self.micro_batch_size} on {self.data_parallel} replicas. Use a multiple of {sequences}, "
+                f"for example {max(1, round(self.global_batch_size / sequences)) * sequences}."
+            )
+
+    def _check_schedule(self) -> None:
+        stages = "plan.virtual_stages"
+        if self.virtual_stages > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(f"{stages}: {self.virtual_stages} needs pipeline_parallel of at least 2, got 1.")
+        if self.pipeline_parallel == 1:
+            return
+        if self.schedule in MULTI_STAGE_SCHEDULES and self.virtual_stages == 1:
+            raise ConfigError(f"{stages}: schedule {self.schedule!r} needs at least 2 stages a device, got 1.")
+        if self.schedule not in MULTI_STAGE_SCHEDULES and self.virtual_stages > 1:
+            raise ConfigError(
+                f"{stages}: schedule {self.schedule!r} has 1 stage a device, got {self.virtual_stages}. "
+                f"Use schedule {', '.join(map(repr, MULTI_STAGE_SCHEDULES))}."
+            )
+        if self.schedule == "zbv" and self.virtual_stages != 2:
+            raise ConfigError(f"{stages}: schedule 'zbv' has exactly 2 stages a device, got {self.virtual_stages}.")
+        if self.schedule == "zbv" and self.num_microbatches < 2 * self.pipeline_parallel - 1:
+            raise ConfigError(
+                f"plan.global_batch_size: schedule 'zbv' needs at least {2 * self.pipeline_parallel - 1} "
+                f"micro-batches, got {self.num_microbatches}. Raise global_batch_size or lower micro_batch_size."
+            )
+        if self.schedule in ("zero_bubble", "zbv"):
+            self._check_zero_bubble()
+        rounds = self.schedule in ("interleaved", "zero_bubble")
+        if rounds and self.num_microbatches % self.pipeline_parallel:
+            raise ConfigError(
+                f"plan.global_batch_size: schedule {self.schedule!r} needs the {self.num_microbatches} micro-batches "
+                f"to be a multiple of pipeline_parallel {self.pipeline_parallel}. Change the global or micro batch."
+            )
+
+    def _check_zero_bubble(self) -> None:
+        # Both measured on torch 2.13: recomputation runs once for each half of the backward pass (selective fails),
+        # and with ZeRO 3 the second half reads weights that are already dropped: gradients are silently wrong.
+        if self.recompute != "none":
+            raise ConfigError(
+                f"plan.recompute: {self.recompute!r} with schedule {self.schedule!r} is not allowed, since its split "
+                f"backward pass would recompute twice. Use recompute 'none' or schedule '1f1b' or 'interleaved'."
+            )
+        if self.zero_stage == 3:
+            raise ConfigError(
+                f"plan.zero_stage: 3 with schedule {self.schedule!r} is not allowed, since its split backward pass "
+                f"needs weights that ZeRO 3 has dropped. Use zero_stage 2 or schedule '1f1b' or 'interleaved'."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """tensor x pipeline x data: one process each."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages in all: pipeline_parallel x virtual_stages."""
+        return self.pipeline_parallel * self.virtual_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches that each replica runs in one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    def check(self, spec: ModelSpec, num_processes: int | None = None) -> None:
+        """Returns nothing if this plan can run `spec` (on `num_processes`, if given).
+
+        Raises:
+            ConfigError: the process count is not TP x PP x DP, or a shape of the model does not divide.
+        """
+        if num_processes is not None and num_processes != self.num_devices:
+            raise ConfigError(
+                f"plan: tensor {self.tensor_parallel} x pipeline {self.pipeline_parallel} x data "
+                f"{self.data_parallel} = {self.num_devices} processes, but {num_processes} were started. "
+                f"Start {self.num_devices}, or change a degree."
+            )
+        if spec.num_layers < self.num_stages:
+            raise ConfigError(
+                f"plan.pipeline_parallel: {self.num_stages} stages but the model has {spec.num_layers} layers. "
+                f"Lower pipeline_parallel or virtual_stages."
+            )
+        stages, tensor = "the number of pipeline stages", "tensor_parallel"
+        for what, count, degree, name in (
+            ("num_layers", spec.num_layers, self.num_stages, stages),
+            ("num_heads", spec.num_heads, self.tensor_parallel, tensor),
+            ("num_kv_heads", spec.num_kv_heads, self.tensor_parallel, tensor),
+            ("ffn_hidden_size", spec.ffn_hidden_size, self.tensor_parallel, tensor),
+            ("vocab_size", spec.vocab_size, self.tensor_parallel, tensor),
+        ):
+            if count % degree:
+                raise ConfigError(
+                    f"spec.{what}: {count} is not divisible by {name} = {degree}. "
+                    f"Allowed for this model: {', '.join(str(i) for i in range(1, 129) if count % i == 0)}."
+                )
+        if self.sequence_parallel and spec.sequence_length % self.tensor_parallel:
+            raise ConfigError(
+                f"spec.sequence_length: {spec.sequence_length} is not divisible by tensor_parallel = "
+                f"{self.tensor_parallel}, which sequence_parallel needs."
+            )
+
+    def _repr_html_(self) -> str:
+        pipeline = f"{self.pipeline_parallel} ({self.schedule}, {self.virtual_stages} stages a device)"
+        batch = f"{self.global_batch_size} = {self.data_parallel} x {self.num_microbatches} x {self.micro_batch_size}"
+        rows = [
+            ("devices", self.num_devices),
+            ("tensor parallel", f"{self.tensor_parallel}{' + sequence' if self.sequence_parallel else ''}"),
+            ("pipeline parallel", pipeline),
+            ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage})"),
+            ("batch (sequences) = replicas x micro-batches x size", batch),
+            ("recompute, precision", f"{self.recompute}, {self.precision}"),
+        ]
+        return html_table("Plan", rows)

@@ -1,0 +1,68 @@
+"""Recipe: what a training run optimises, on which data, for how long. No torch."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from cluster.record import ConfigError, Record, field_doc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(Record):
+    """Optimizer, learning-rate schedule, data and checkpoint cadence of one run."""
+
+    data: str = field_doc("folder made by `kit data build`")
+    num_steps: int = field_doc("optimizer steps of the whole run")
+    learning_rate: float = field_doc("peak learning rate", default=3e-4)
+    min_learning_rate: float = field_doc("floor of the cosine", default=3e-5)
+    warmup_steps: int = field_doc("steps of linear warm-up", default=0)
+    decay_steps: int | None = field_doc("step at which the cosine ends (default: num_steps)", default=None)
+    cosine_floor: Literal["rescaled", "clamped"] = field_doc("how the cosine meets its floor", default="rescaled")
+    beta1: float = field_doc("AdamW", default=0.9)
+    beta2: float = field_doc("AdamW", default=0.95)
+    eps: float = field_doc("AdamW", default=1e-8)
+    weight_decay: float = field_doc("AdamW; on every weight, norms included, as in HLAT", default=0.1)
+    gradient_clip: float | None = field_doc("largest global gradient norm", default=1.0)
+    seed: int = field_doc("weights and data order", default=1234)
+    validation_every: int | None = field_doc("steps between losses on held-out text", default=None)
+    validation_sequences: int = field_doc("held-out sequences per validation", default=64)
+    checkpoint_every: int | None = field_doc("steps between checkpoints (the last step always has one)", default=None)
+    keep_last: int = field_doc("newest checkpoints kept", default=2)
+    keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
+            _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        for name in ("decay_steps", "gradient_clip", "validation_every", "checkpoint_every", "keep_every"):
+            value = getattr(self, name)
+            _require(name, value, value is None or value > 0, "a number above 0, or null")
+        for name in ("beta1", "beta2"):
+            _require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        for name in ("warmup_steps", "weight_decay", "min_learning_rate"):
+            _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        below = f"at most learning_rate {self.learning_rate}"
+        _require("min_learning_rate", self.min_learning_rate, self.min_learning_rate <= self.learning_rate, below)
+        end = self.decay_steps or self.num_steps
+        _require("warmup_steps", self.warmup_steps, self.warmup_steps <= end, f"at most the decay end {end}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Returns the learning rate of optimizer step `step` (the first is 1).
+
+        Linear warm-up to the peak, then a cosine of height c in 0..1 until `decay_steps`, then the floor.
+        `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo, Megatron). `clamped` runs towards zero
+        and is cut off: max(floor, peak c), as in HLAT's released scheduler, so the floor is met earlier.
+        """
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        end = self.decay_steps or self.num_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
+        if self.cosine_floor == "clamped":
+            return max(self.min_learning_rate, self.learning_rate * cosine)
+        return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * cosine
+
+
+def _require(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"recipe.{name}: {value!r} is not allowed. Give {allowed}.")
