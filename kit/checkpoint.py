@@ -1,0 +1,219 @@
+"""Checkpoints of a run: written in the background, complete only with their manifest, loaded into any layout.
+
+`checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a `manifest.json`. A checkpoint is
+written into `step_00000100.partial-<attempt>` and renamed when whole, so a name without suffix is always complete.
+"""
+
+import dataclasses
+import errno
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.record import ConfigError, Record, field_doc
+from kit.errors import CheckpointError
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BYTES_PER_PARAM = 12
+"""fp32 weight and two fp32 Adam moments."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest(Record):
+    """What a complete checkpoint is of, and which files it must consist of."""
+
+    step: int = field_doc("optimizer steps done")
+    attempt: int = field_doc("attempt of the run that wrote it")
+    samples: int = field_doc("sequences consumed: the whole state of the data order")
+    tokens: int = field_doc("tokens consumed")
+    seed: int = field_doc("of the data order")
+    time: float = field_doc("unix seconds")
+    spec: ModelSpec = field_doc("model")
+    plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
+    files: dict[str, int] = field_doc("bytes of each file")
+
+
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, oldest first."""
+        matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
+        found = (int(match[1]) for match in matches if match)
+        return sorted(step for step in found if (self.path(step) / "manifest.json").exists())
+
+    def path(self, step: int) -> Path:
+        """Returns the folder of the checkpoint at `step`."""
+        return self.directory / f"step_{step:08d}"
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns the manifest of a complete checkpoint, after comparing each file's size with it.
+
+        Raises:
+            CheckpointError: there is none at this step, or files are missing or cut short.
+        """
+        path = self.path(step)
+        try:
+            manifest = Manifest.read(path / "manifest.json")
+        except ConfigError as error:
+            have = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"No usable checkpoint of step {step}: {error} Complete steps: {have}.") from error
+        for name, expected in manifest.files.items():
+            file = path / name
+            found = file.stat().st_size if file.exists() else None
+            if found != expected:
+                state = "is missing" if found is None else f"has {found:,} bytes"
+                raise CheckpointError(
+                    f"{file} {state}, but its manifest says {expected:,} bytes. Restore the file, or move {path} away "
+                    f"to continue from an earlier checkpoint."
+                )
+        return manifest
+
+    def load(self, step: int, state: "dict[str, Tensor]", *, spec: ModelSpec, distributed: bool) -> Manifest:
+        """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of another model.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        manifest = self.manifest(step)
+        _check_same_model(manifest.spec, spec, self.path(step))
+        reader = dcp.FileSystemReader(self.path(step))
+        dcp.load(state, storage_reader=reader, no_dist=not distributed)
+        return manifest
+
+    def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
+        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps."""
+        old = self.steps()[:-keep_last]
+        gone = [step for step in old if not (keep_every and step % keep_every == 0)]
+        for step in gone:
+            # Out of the namespace first: a half-deleted folder must not look complete.
+            doomed = self.path(step).with_suffix(".deleting")
+            self.path(step).rename(doomed)
+            shutil.rmtree(doomed)
+        return gone
+
+    def recover(self) -> None:
+        """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts are deleted."""
+        for folder in sorted(self.directory.glob("step_*.*")):
+            final = folder.with_suffix("")
+            if (folder / "manifest.json").exists() and not final.exists() and folder.suffix != ".deleting":
+                folder.rename(final)
+            else:
+                shutil.rmtree(folder)
+
+    def check_space(self, spec: ModelSpec) -> None:
+        """Returns nothing if one more checkpoint of `spec` fits on the disk.
+
+        Raises:
+            CheckpointError: less than 1.05 x the checkpoint's size is free.
+        """
+        needed = int(1.05 * BYTES_PER_PARAM * spec.num_params)
+        existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < needed:
+            raise CheckpointError(
+                f"{self.directory}: no space left for a checkpoint: {needed / 2**30:.2f} GiB needed, "
+                f"{free / 2**30:.2f} GiB free. Free space, or use another run directory."
+            )
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one attempt in the background, one at a time; every rank has one.
+
+    The process group of background writes is its own, so that they never mix with training's collectives.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None) -> None:
+        import torch.distributed as dist
+
+        self.checkpoints, self.attempt = checkpoints, attempt
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.is_coordinator = dist.get_rank() == 0
+        self.group = dist.new_group(backend="gloo")
+        self.pending: tuple[Any, Path, dict] | None = None
+
+    def start(self, state: "dict[str, Tensor]", facts: dict) -> None:
+        """Copies `state` and begins to write it; returns as soon as training may change the tensors.
+
+        Args:
+            state: names and tensors, as `engine.state_dict()` gives them.
+            facts: the manifest's fields other than attempt, time and files.
+
+        Raises:
+            CheckpointError: this or the previous write failed; older checkpoints are intact.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        self.finish()
+        if self.is_coordinator:
+            self.checkpoints.check_space(facts["spec"])
+        partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
+        writer = dcp.FileSystemWriter(partial)
+        future = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+        self.pending = (future, partial, facts)
+
+    def poll(self) -> None:
+        """Completes the pending checkpoint if its files are written; never waits. Call it once a step."""
+        if self.pending is not None and self.pending[0].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the pending checkpoint, if any, and makes it complete."""
+        if self.pending is None:
+            return
+        (future, partial, facts), self.pending = self.pending, None
+        try:
+            future.result()
+        except Exception as error:
+            newest = max(self.checkpoints.steps(), default=None)
+            kept = f"The checkpoint of step {newest} is intact." if newest else "There is no older checkpoint."
+            raise CheckpointError(
+                f"The checkpoint of step {facts['step']} could not be written: {_cause(error)} {kept}"
+            ) from error
+        if self.is_coordinator:
+            self._complete(partial, facts)
+
+    def _complete(self, partial: Path, facts: dict) -> None:
+        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        manifest = Manifest(attempt=self.attempt, time=time.time(), files=files, **facts)
+        manifest.write(partial / "manifest.json")
+        final = self.checkpoints.path(facts["step"])
+        replaced = final.with_suffix(f".replaced-{self.attempt}")
+        if final.exists():
+            final.rename(replaced)  # the newer attempt's is whole already, so nothing is lost in between
+        partial.rename(final)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+
+
+def _check_same_model(saved: ModelSpec, wanted: ModelSpec, path: Path) -> None:
+    free = {"name", "init_std", "scaled_init"}
+    for key, value in wanted.to_dict().items():
+        if key not in free and saved.to_dict()[key] != value:
+            raise CheckpointError(
+                f"{path} is of another model: spec.{key} is {saved.to_dict()[key]!r} there and {value!r} here. "
+                f"Use the run's own spec, or a new run directory."
+            )
+
+
+def _cause(error: BaseException) -> str:
+    """Returns what really went wrong: torch's CheckpointException hides the causes in `failures`."""
+    failures = getattr(error, "failures", {})
+    causes = [failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()] or [error]
+    full = any(getattr(cause, "errno", None) == errno.ENOSPC or "unexpected pos" in str(cause) for cause in causes)
+    ranks = f" on ranks {sorted(failures)}" if failures else ""
+    reason = os.strerror(errno.ENOSPC) if full else f"{type(causes[0]).__name__}: {causes[0]}"
+    return f"{reason}{ranks}."

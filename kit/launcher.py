@@ -1,0 +1,92 @@
+"""launch: from spec, plan and recipe to a running job, after checking all that can be checked before it starts."""
+
+import sys
+from pathlib import Path
+
+import cluster
+from cluster.job import JobSpec
+from cluster.site import Site
+from kit.errors import ConfigError, DataError, RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+
+def launch(directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site | str = "laptop") -> Run:
+    """Returns a run whose job has started; it goes on when this process ends.
+
+    Args:
+        directory: new run directory, or one of the same model and recipe, which continues from its last checkpoint.
+        spec: the model.
+        plan: its layout; a resumed run may have another than before.
+        recipe: what to optimise, on which data.
+        site: where to run, by name or as a record.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, RunError, JobError: what does not fit; nothing was started.
+    """
+    site = Site.load(site) if isinstance(site, str) else site
+    recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
+    plan.check(spec)
+    check_data(spec, plan, recipe)
+    run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+    run.checkpoints.check_space(spec)
+    newest = max(run.checkpoints.steps(), default=None)
+    if newest is not None:
+        run.checkpoints.manifest(newest)
+        if newest >= recipe.num_steps:
+            raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
+    return submit(run)
+
+
+def resume(directory: str | Path, *, plan: Plan | None = None, num_steps: int | None = None) -> Run:
+    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or another.
+
+    Raises:
+        As `launch`.
+    """
+    run = Run.open(directory)
+    recipe = run.recipe if num_steps is None else run.recipe.replace(num_steps=num_steps)
+    return launch(run.directory, spec=run.spec, plan=plan or run.plan, recipe=recipe, site=run.site)
+
+
+def submit(run: Run) -> Run:
+    """Starts the job of a prepared run on its site and returns the run."""
+    if run.site.scheduler != "local":
+        raise ConfigError(
+            f"site.scheduler: {run.site.scheduler!r} cannot be submitted from here yet. Use a local site: 'laptop'."
+        )
+    job = JobSpec(
+        name=run.name,
+        run_dir=str(run.directory),
+        argv=(sys.executable, "-m", "kit.train", "--run", str(run.directory)),
+        num_processes=run.plan.num_devices,
+    )
+    cluster.local.submit(job)
+    return run
+
+
+def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
+    """Returns nothing if the dataset is whole, fits the model's vocabulary and is long enough for a batch.
+
+    Raises:
+        ConfigError: the vocabulary is larger than the model's.
+        DataError: token files are missing or cut short, or hold less than one batch.
+    """
+    from kit.data import Dataset, Samples
+
+    dataset = Dataset.open(Path(recipe.data))
+    if dataset.vocab_size > spec.vocab_size:
+        raise ConfigError(
+            f"recipe.data: the tokenizer of {recipe.data} has {dataset.vocab_size:,} tokens, the model's vocab_size is "
+            f"{spec.vocab_size:,}. Build the data with `--vocab-size {spec.vocab_size}`, or raise spec.vocab_size."
+        )
+    Samples(dataset.train, spec.sequence_length, recipe.seed)
+    if recipe.validation_every:
+        held_out = dataset.validation.num_tokens // spec.sequence_length
+        if held_out < plan.global_batch_size:
+            raise DataError(
+                f"{recipe.data}: held-out text gives {held_out} sequences of {spec.sequence_length}, a validation "
+                f"batch needs {plan.global_batch_size}. Build the data with a larger validation fraction."
+            )

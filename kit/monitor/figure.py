@@ -1,0 +1,119 @@
+"""The static figure of a run: loss with held-out points, and MFU (or tokens/s where the peak is unknown)."""
+
+import math
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from kit.metrics import Metrics
+from kit.run import Run
+
+EMA_STEPS = 10
+
+
+def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns a matplotlib figure of a run and the table that it shows.
+
+    The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations), tokens_per_s and,
+    where the site's peak is known, mfu.
+
+    Args:
+        run: with at least no steps; an empty run gives an empty figure.
+        baselines: losses in nats per token drawn as dashed lines with their name.
+    """
+    from matplotlib import pyplot as plt
+
+    metrics = run.metrics()
+    table = _table(metrics)
+    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+        figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
+        _draw_loss(left, table, baselines or {})
+        _draw_speed(right, table, run)
+        for axis in (left, right):
+            axis.set_xlabel("optimizer step")
+            _mark_attempts(axis, table)
+    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
+    return figure, table
+
+
+def smooth(values: np.ndarray, steps: int = EMA_STEPS) -> np.ndarray:
+    """Returns the exponential moving average of `values` with a window of about `steps`, right from the first value."""
+    decay, total, weight = 1 - 1 / steps, 0.0, 0.0
+    result = np.empty_like(values)
+    for i, value in enumerate(values):
+        total, weight = decay * total + value, decay * weight + 1
+        result[i] = total / weight
+    return result
+
+
+def _table(metrics: Metrics) -> dict[str, np.ndarray]:
+    table = {name: metrics[name] for name in ("step", "attempt", "loss")}
+    table["loss_ema"] = smooth(metrics["loss"])
+    table["validation_loss"] = metrics.columns.get("validation_loss", np.full(len(metrics), np.nan))
+    table["tokens_per_s"] = metrics.tokens_per_s
+    mfu = metrics.mfu()
+    return table if mfu is None else {**table, "mfu": mfu}
+
+
+def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
+    axis.set_title("Loss, nats per token")
+    axis.plot(table["step"], table["loss"], color="C0", alpha=0.3, linewidth=0.8)
+    axis.plot(table["step"], table["loss_ema"], color="C0", label=f"training (average of ~{EMA_STEPS} steps)")
+    held_out = ~np.isnan(table["validation_loss"])
+    if held_out.any():
+        axis.plot(
+            table["step"][held_out],
+            table["validation_loss"][held_out],
+            "o",
+            color="C1",
+            markerfacecolor="white",
+            label="held-out text",
+        )
+    for name, loss in baselines.items():
+        axis.axhline(loss, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
+        axis.annotate(
+            f"{name} {loss:.2f}",
+            (1, loss),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            color="#555555",
+            fontsize=8,
+        )
+    axis.legend(loc="upper right", bbox_to_anchor=(1, 0.93) if baselines else None)
+
+
+def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
+    name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
+    axis.plot(table["step"], scale * table[name], ".", color="C2", alpha=0.35, markersize=3)
+    for attempt in np.unique(table["attempt"]):
+        here = table["attempt"] == attempt
+        median = scale * float(np.median(table[name][here]))
+        axis.plot(table["step"][here][[0, -1]], [median, median], color="C2")
+        text = f"{median:.1f} %" if name == "mfu" else f"{median:,.0f}"
+        axis.annotate(text, (table["step"][here].mean(), median), xytext=(0, 4), textcoords="offset points",
+                      ha="center", color="C2")  # fmt: skip
+    if name == "mfu":
+        axis.set_title(f"MFU, % of {run.site.name} peak ({run.plan.precision})")
+        top = np.nanmax(scale * table[name], initial=1)
+        axis.set_ylim(0, min(100, 10 * math.ceil(1.15 * top / 10)))
+    else:
+        axis.set_title("Tokens per second (peak unknown: no MFU)")
+        axis.set_ylim(bottom=0)
+
+
+def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
+    for attempt in np.unique(table["attempt"])[1:]:
+        first = table["step"][table["attempt"] == attempt][0]
+        axis.axvline(first - 0.5, color="#999999", linewidth=0.8, linestyle=":")
+        axis.annotate(
+            f"attempt {attempt}",
+            (first - 0.5, 0),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 4),
+            textcoords="offset points",
+            color="#777777",
+            fontsize=7.5,
+        )

@@ -1,0 +1,98 @@
+"""What one rank of a huge plan would hold, without processes or memory: a fake process group and the meta device."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kit.errors import RunError
+from kit.parallel.apply import build_decoders
+from kit.parallel.gradients import local
+from kit.parallel.mesh import build_mesh
+from kit.parallel.pipeline import stage_indices, stage_layers
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedParameter:
+    """One parameter as one rank holds it."""
+
+    name: str
+    whole_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    placement: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankView:
+    """What one rank of a plan holds."""
+
+    rank: int
+    coordinates: dict[str, int]
+    stages: list[int]
+    layers: list[range]
+    parameters: list[ShardedParameter]
+
+    @property
+    def num_params(self) -> int:
+        """Numbers that this rank stores as weights."""
+        return sum(torch.Size(parameter.local_shape).numel() for parameter in self.parameters)
+
+
+def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
+    """Returns what `rank` would hold: the real cutting code, run for that rank alone, on the meta device.
+
+    Raises:
+        RunError: this process is already part of a process group.
+        ConfigError: the plan cannot run the model.
+    """
+    plan.check(spec)
+    with _fake_process_group(rank, plan.num_devices):
+        mesh = build_mesh(plan, "cpu")
+        decoders = build_decoders(spec, plan, mesh, device=torch.device("meta"), seed=None)
+        stages = stage_indices(plan, mesh["pipeline"].get_local_rank())
+        parameters = [
+            ShardedParameter(
+                name=name,
+                whole_shape=tuple(parameter.shape),
+                local_shape=tuple(local(parameter).shape),
+                placement=_placement(parameter),
+            )
+            for decoder in decoders
+            for name, parameter in decoder.named_parameters()
+        ]
+        return RankView(
+            rank=rank,
+            coordinates={name: mesh[name].get_local_rank() for name in mesh.mesh_dim_names or ()},
+            stages=stages,
+            layers=[stage_layers(spec, plan, stage) for stage in stages],
+            parameters=parameters,
+        )
+
+
+def _placement(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cuts = [
+        f"dim {getattr(placement, 'dim', '?')} over {name} ({parameter.device_mesh.size(axis)})"
+        for axis, (name, placement) in enumerate(zip(names, parameter.placements, strict=True))
+        if not placement.is_replicate() and parameter.device_mesh.size(axis) > 1
+    ]
+    return ", ".join(cuts) or "whole"
+
+
+@contextlib.contextmanager
+def _fake_process_group(rank: int, size: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RunError("A rank can only be simulated in a process outside any process group. Use a fresh one.")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,225 @@
+"""The training loop: `python -m kit.train --run DIR` is the command of each rank, whatever started it.
+
+Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. The loop logs raw times and tokens
+only; MFU is derived by the reader.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.record import ConfigError, write_atomic
+from cluster.state import JobError, JobState, take_request, update_state, write_rank_heartbeat
+from kit.checkpoint import CheckpointWriter
+from kit.data import Samples
+from kit.engines.native import NativeEngine
+from kit.errors import DataError, RunError
+from kit.metrics import MetricsWriter
+from kit.run import Run
+
+HEARTBEAT_EVERY_S = 0.5
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class Trainer:
+    """One rank of one attempt of a run."""
+
+    def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
+        self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
+        self.rank, self.device = dist.get_rank(), device
+        self.dataset = run.dataset()
+        self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
+        self.step, self.consumed, self.step_time_s = 0, 0, 0.0
+        if self.rank == 0:
+            run.checkpoints.recover()
+        dist.barrier()
+        resume_from = max(run.checkpoints.steps(), default=None)
+        self.engine = NativeEngine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
+        self.writer = CheckpointWriter(
+            run.checkpoints, attempt=attempt, keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
+        )
+        if resume_from is not None:
+            self._resume(resume_from)
+        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
+        self.last_beat = 0.0
+
+    def _resume(self, step: int) -> None:
+        self.engine.restore_optimizer(step)
+        manifest = self.run.checkpoints.load(step, self.engine.state_dict(), spec=self.run.spec, distributed=True)
+        self.engine.after_load()
+        self.step, self.consumed = manifest.step, manifest.samples
+        if self.rank == 0:
+            saved, now = manifest.plan.num_devices, self.plan.num_devices
+            print(f"resumed from step {step} (written on {saved} devices, now {now})", flush=True)
+
+    def train(self) -> str:
+        """Runs until the recipe's last step or a request to stop; returns why it ended."""
+        while self.step < self.recipe.num_steps:
+            row = self._one_step()
+            last = self.step == self.recipe.num_steps
+            stop, checkpoint = self._requests()
+            if self._due(self.recipe.validation_every) or (last and self.recipe.validation_every):
+                row["validation_loss"] = self._validate()
+            if self.metrics is not None:
+                self.metrics.append(row)
+            self._beat()
+            self.writer.poll()
+            if last or stop or checkpoint or self._due(self.recipe.checkpoint_every):
+                self._checkpoint()
+            if stop and not last:
+                self.writer.finish()
+                return f"stopped by request after step {self.step}; resume continues from there"
+        self.writer.finish()
+        return f"finished {self.step} steps"
+
+    def _one_step(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        learning_rate = self.recipe.learning_rate_at(self.step + 1)
+        loss, grad_norm = self.engine.train_step(self._batch(self.samples, self.consumed), learning_rate)
+        self.step_time_s = time.perf_counter() - start
+        self.step += 1
+        self.consumed += self.plan.global_batch_size
+        return {
+            "step": self.step,
+            "attempt": self.attempt,
+            "time": time.time(),
+            "step_time_s": self.step_time_s,
+            "tokens": self.plan.global_batch_size * self.run.spec.sequence_length,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "memory_bytes": _memory_bytes(self.device),
+        }
+
+    def _batch(self, samples: Samples, first: int) -> Tensor:
+        """Returns this replica's part of the global batch that starts at sample `first`, [S, T + 1]."""
+        share = self.plan.global_batch_size // self.plan.data_parallel
+        return torch.from_numpy(samples.batch(first + self.engine.data_rank * share, share))
+
+    def _validate(self) -> float:
+        held_out = Samples(self.dataset.validation, self.run.spec.sequence_length, self.recipe.seed)
+        batches = max(1, self.recipe.validation_sequences // self.plan.global_batch_size)
+        firsts = range(0, batches * self.plan.global_batch_size, self.plan.global_batch_size)
+        return sum(self.engine.validation_loss(self._batch(held_out, first)) for first in firsts) / batches
+
+    def _requests(self) -> tuple[bool, bool]:
+        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary."""
+        asked = torch.zeros(2, device=self.device)
+        if self.rank == 0:
+            asked[0] = take_request(self.run.directory, "stop")
+            asked[1] = take_request(self.run.directory, "checkpoint")
+        dist.broadcast(asked, src=0)
+        return bool(asked[0]), bool(asked[1])
+
+    def _checkpoint(self) -> None:
+        facts = {
+            "step": self.step,
+            "samples": self.consumed,
+            "tokens": self.consumed * self.run.spec.sequence_length,
+            "seed": self.recipe.seed,
+            "spec": self.run.spec,
+            "plan": self.plan,
+        }
+        self.writer.start(self.engine.state_dict(), facts)
+
+    def _beat(self) -> None:
+        now = time.time()
+        if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
+            return
+        self.last_beat = now
+        write_rank_heartbeat(
+            self.run.directory, self.rank, attempt=self.attempt, step=self.step, step_time_s=self.step_time_s
+        )
+        if self.rank == 0:
+            update_state(
+                self.run.directory,
+                attempt=self.attempt,
+                state=JobState.RUNNING,
+                step=self.step,
+                heartbeat=now,
+                step_time_s=self.step_time_s,
+            )
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.step % every == 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one rank and returns its exit code; an error that the user can mend is told without a traceback."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True, help="run directory")
+    directory = Path(parser.parse_args(arguments).run)
+    attempt = int(os.environ.get("KIT_ATTEMPT", "1"))
+    try:
+        run = Run.open(directory)
+        run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
+        device = _start_process_group()
+        if dist.get_rank() == 0:
+            _record_attempt(run, attempt)
+        reason = Trainer(run, attempt=attempt, device=device).train()
+        if dist.get_rank() == 0:
+            update_state(run.directory, attempt=attempt, reason=reason)
+            print(reason, flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        return 0
+    except (ConfigError, DataError, RunError, JobError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # Hard exit: leaving collectively would wait for ranks that have not failed.
+        os._exit(1)
+
+
+def _start_process_group() -> torch.device:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        # A launcher that shows each rank one device only has a single index 0.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+    return device
+
+
+def _record_attempt(run: Run, attempt: int) -> None:
+    """Writes the plan of this attempt and env.json: versions, host, git commit."""
+    import json
+
+    run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    facts = {
+        "attempt": attempt,
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kit": version("pretraining-notebook-kit"),
+        "git": commit,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+    write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Returns the peak memory of this rank: of the device, or resident memory of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
