@@ -1,0 +1,43 @@
+"""Test set-up: one thread per process, since several processes share the cores."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from kit.spec import ModelSpec
+
+
+@pytest.fixture(scope="session")
+def llama_spec() -> ModelSpec:
+    """A tiny Llama with grouped key/value heads."""
+    return ModelSpec.llama(
+        name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=64,
+        vocab_size=128, sequence_length=16,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def gpt_spec() -> ModelSpec:
+    """A tiny GPT with tied embeddings."""
+    return ModelSpec.gpt(name="tiny-gpt", num_layers=4, hidden_size=32, num_heads=4, vocab_size=128, sequence_length=16)
+
+
+@pytest.fixture(scope="session")
+def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
+    """A dataset of a few hundred short documents with a vocabulary of 300."""
+    from kit.data import build_dataset
+
+    folder = tmp_path_factory.mktemp("tiny-data")
+    words = "the a of to and in is on loss step layer weight token model train data cut over rank stage".split()
+    lines = [
+        '{"text": "%s"}' % " ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60))
+        for i in range(400)
+    ]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    return build_dataset(
+        folder / "data", sources=[folder / "text.jsonl"], vocab_size=300, validation_fraction=0.1, progress=False
+    )

@@ -1,0 +1,53 @@
+import math
+
+import pytest
+
+from kit.errors import ConfigError
+from kit.recipe import Recipe
+
+HLAT_7B = Recipe(
+    data="x", num_steps=500_000, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=2000, cosine_floor="clamped"
+)
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    assert HLAT_7B.learning_rate_at(1) == pytest.approx(3e-4 / 2000)
+    assert HLAT_7B.learning_rate_at(1000) == pytest.approx(1.5e-4)
+    assert HLAT_7B.learning_rate_at(2000) == pytest.approx(3e-4)
+
+
+def test_clamped_cosine_meets_its_floor_where_hlats_scheduler_does():
+    """max(floor, cosine) over 498,000 steps after warm-up reaches a tenth of the peak near step 397,994 + 2,000 x 0.2."""
+    first = next(step for step in range(390_000, 410_000) if HLAT_7B.learning_rate_at(step) == 3e-5)
+    assert first == math.ceil(2000 + 498_000 * math.acos(-0.8) / math.pi)
+    assert HLAT_7B.learning_rate_at(500_000) == 3e-5
+
+
+def test_rescaled_cosine_ends_at_its_floor_and_lies_above_the_clamped_one():
+    rescaled = HLAT_7B.replace(cosine_floor="rescaled")
+    assert rescaled.learning_rate_at(500_000) == pytest.approx(3e-5)
+    # HLAT's 1.8T tokens are 429,153 steps: a rescaled cosine would still be at 4.3e-5 there.
+    assert rescaled.learning_rate_at(429_153) == pytest.approx(4.33e-5, rel=0.01)
+    assert HLAT_7B.learning_rate_at(429_153) == 3e-5
+
+
+def test_floor_holds_after_the_decay_end():
+    recipe = HLAT_7B.replace(decay_steps=10_000, cosine_floor="rescaled")
+    assert recipe.learning_rate_at(20_000) == pytest.approx(3e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 0}, "recipe.num_steps: 0 is not allowed"),
+        ({"beta2": 1.0}, "recipe.beta2: 1.0 is not allowed. Give at least 0 and below 1"),
+        ({"gradient_clip": 0.0}, "recipe.gradient_clip: 0.0 is not allowed"),
+        ({"min_learning_rate": 1.0}, "recipe.min_learning_rate: 1.0 is not allowed. Give at most learning_rate"),
+        ({"warmup_steps": 600_000}, "recipe.warmup_steps: 600000 is not allowed"),
+        ({"cosine_floor": "linear"}, "recipe.cosine_floor: 'linear' is not allowed"),
+    ],
+)
+def test_bad_values_are_refused(change, message):
+    with pytest.raises(ConfigError) as error:
+        HLAT_7B.replace(**change)
+    assert message in str(error.value)

@@ -1,0 +1,109 @@
+import pytest
+
+from kit.errors import ConfigError
+from kit.spec import PRESETS, FlopBasis, ModelSpec
+
+# Exact counts: HLAT and Llama 3 from their published configurations, GPT-2 XL from its checkpoint.
+KNOWN_PARAMS = {
+    "hlat-7b": 6_738_415_616,
+    "hlat-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN_PARAMS)
+def test_published_parameter_counts(name):
+    assert ModelSpec.preset(name).num_params == KNOWN_PARAMS[name]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-1.4b", 1.4), ("gpt-22b", 22), ("gpt-175b", 175), ("gpt-1t", 1008)])
+def test_frontier_models_have_the_size_of_their_name(name, billions):
+    assert ModelSpec.preset(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counts_equal_torch(name):
+    import torch
+
+    from kit.model import Decoder
+
+    spec = ModelSpec.preset(name)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.num_params
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b"])
+def test_model_flops_equal_torch_counter(name):
+    """Forward FLOPs on the meta device, where torch counts the full attention map, times 3."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from kit.model import Decoder
+
+    spec = ModelSpec.preset(name).replace(num_layers=2)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+        tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        decoder(tokens)
+    assert 3 * counter.get_total_flops() / spec.sequence_length == pytest.approx(spec.flops_per_token(), rel=1e-6)
+
+
+def test_hlat_flops_per_sequence_equal_the_published_formula():
+    """192.29 and 1828.63 TFLOP per sequence of 4,096: Neuron's training library, evaluated for both models."""
+    for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
+        spec = ModelSpec.preset(name)
+        assert spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length / 1e12 == pytest.approx(tera, abs=0.01)
+
+
+def test_megatron_bases_agree_with_ours_on_gpt():
+    spec = ModelSpec.preset("gpt-175b")
+    ours = spec.flops_per_token()
+    assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
+    # Recomputing adds a forward pass of the blocks (1/3), the output projection excepted in both conventions.
+    again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
+    assert again == pytest.approx(spec.hardware_flops_per_token("full"), rel=1e-3)
+
+
+def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
+    """120 million exaFLOP, as the paper says, is 6 N D."""
+    spec = ModelSpec.preset("gpt-1t")
+    assert spec.flops_per_token(FlopBasis.SIX_N) * 20e12 / 1e18 == pytest.approx(120e6, rel=0.01)
+
+
+def test_hardware_flops_only_grow_with_full_recomputation():
+    spec = ModelSpec.preset("hlat-7b")
+    assert spec.hardware_flops_per_token("none") == spec.hardware_flops_per_token("selective") == spec.flops_per_token()
+    assert 1.25 < spec.hardware_flops_per_token("full") / spec.flops_per_token() < 4 / 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layer": 3}, "spec.num_layer: unknown key. Did you mean 'num_layers'?"),
+        ({"num_layers": "four"}, "spec.num_layers: expected int, got str 'four'"),
+        ({"num_layers": 0}, "spec.num_layers: 0 is not allowed"),
+        ({"num_heads": 3}, "spec.num_heads: 3 heads do not divide hidden_size 128"),
+        ({"num_kv_heads": 3}, "spec.num_kv_heads: 3 does not divide num_heads 4"),
+        ({"norm": "batchnorm"}, "spec.norm: 'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'"),
+        ({"bias": 1}, "spec.bias: expected bool, got int 1"),
+    ],
+)
+def test_bad_values_are_named_by_their_dotted_path(change, message):
+    with pytest.raises(ConfigError) as error:
+        ModelSpec.preset("demo").replace(**change)
+    assert message in str(error.value)
+
+
+def test_unknown_preset_suggests():
+    with pytest.raises(ConfigError, match=r"'gpt-175' is unknown. Did you mean 'gpt-175b'\?"):
+        ModelSpec.preset("gpt-175")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_round_trip(name):
+    spec = ModelSpec.preset(name)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert f"{spec.num_params:,}" in spec._repr_html_()
