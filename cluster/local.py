@@ -1,0 +1,51 @@
+"""Runs a job on this machine: one process per device, under a supervisor that outlives whoever submitted it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.job import Job, JobSpec
+from cluster.record import ConfigError
+from cluster.state import JobError
+
+MAX_PROCESSES = 256
+PACKAGE_ROOT = Path(__file__).parent.parent
+
+
+def submit(job: JobSpec) -> Job:
+    """Starts a job on this machine and returns its handle once its processes are started.
+
+    The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by hand. The processes
+    inherit the environment of the caller; `job.environment` wins. See `cluster.local_supervisor` for what they find
+    in it. The job goes on when the caller ends.
+
+    Raises:
+        ConfigError: the command or the working directory does not exist, or one machine cannot run so many processes.
+        JobError: a job is live in this run directory, or the processes could not be started.
+    """
+    _check(job)
+    started = subprocess.run(
+        [sys.executable, "-m", "cluster.local_supervisor", "--submit", job.run_dir],
+        input=job.to_json(), text=True, capture_output=True, cwd=PACKAGE_ROOT, start_new_session=True,
+    )  # fmt: skip
+    if started.returncode:
+        raise JobError(started.stderr.strip())
+    return Job.attach(job.run_dir)
+
+
+def _check(job: JobSpec) -> None:
+    if job.num_nodes != 1:
+        raise ConfigError(f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another site.")
+    if job.num_processes > MAX_PROCESSES:
+        raise ConfigError(
+            f"job.num_processes: {job.num_processes} processes would choke this machine. "
+            f"Give at most {MAX_PROCESSES}, or use a site with that many devices."
+        )
+    if not Path(job.working_directory).is_dir():
+        raise ConfigError(f"job.working_directory: {job.working_directory!r} is not a directory. Create it first.")
+    in_directory = "/" in job.argv[0]  # a name alone is looked up in PATH
+    command = os.path.join(job.working_directory, job.argv[0]) if in_directory else job.argv[0]
+    if shutil.which(command, path=job.environment.get("PATH")) is None:
+        raise ConfigError(f"job.argv: {job.argv[0]!r} is not an executable file. Check the path, or install it.")

@@ -1,0 +1,337 @@
+"""Starts the ranks of a job on this machine, watches them, and records the truth about their end.
+
+    python -m cluster.local_supervisor RUN_DIR             start the next attempt in the foreground
+    python -m cluster.local_supervisor --submit RUN_DIR    the same in the background, for the JobSpec on standard input
+
+Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, writes exit.json.
+Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills what is left: all
+descendants whose parents died become children of the guard, so that none can hide. Standard library, Linux.
+
+Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and KIT_ATTEMPT in its
+environment.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from cluster.job import JobSpec, claim_attempt
+from cluster.local import PACKAGE_ROOT
+from cluster.process import Process, child_pids
+from cluster.record import ConfigError, write_atomic
+from cluster.state import (
+    ExitReport,
+    JobError,
+    JobState,
+    StaleAttemptError,
+    log_path,
+    read_exit,
+    read_state,
+    update_state,
+    write_exit,
+)
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+KILL_WAIT_S = 10.0
+LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: return code, one line for people, and the rank that failed first."""
+
+    rc: int
+    reason: str
+    failing_rank: int | None = None
+
+
+def main() -> int:
+    """Returns 0 when all ranks (or, with --submit, their start) succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.local_supervisor", description="Run a job here.")
+    parser.add_argument("--submit", action="store_true", help="read a JobSpec from standard input; do not wait")
+    parser.add_argument("run_dir", type=Path)
+    options = parser.parse_args()
+    run_dir = options.run_dir.absolute()
+    try:
+        job = JobSpec.from_json(sys.stdin.read()) if options.submit else JobSpec.read(run_dir / "job.json")
+        attempt = claim_attempt(run_dir)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        job.write(run_dir / "job.json")
+        write_atomic(run_dir / "submit.sh", render_script(job))
+        if options.submit:
+            return start_in_background(run_dir, job, attempt)
+        return guard(lambda: supervise(run_dir, job, attempt, started=lambda: 0))
+    except (ConfigError, JobError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def render_script(job: JobSpec) -> str:
+    """Returns submit.sh: what was started, in words, and the command that starts it again."""
+    supervisor = shlex.join([sys.executable, "-m", "cluster.local_supervisor", job.run_dir])
+    return (
+        "#!/bin/bash\n"
+        f"# {job.name}: {job.num_processes} processes on this machine, each of them running\n"
+        f"#   {json.dumps(job.argv)}\n"  # in JSON, since a line break in a word would end the comment
+        "# Run this script to start the next attempt in the foreground; Ctrl-C ends it.\n"
+        f"cd {shlex.quote(str(PACKAGE_ROOT))} && exec {supervisor}\n"
+    )
+
+
+def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> int:
+    """Returns 0 as soon as all ranks are started under a guard that no longer depends on the caller."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        log = os.open(
+            run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        )
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.setsid()
+        exit_with(lambda: guard(lambda: supervise(run_dir, job, attempt, started=lambda: os.write(writer, b"started"))))
+    os.close(writer)
+    if os.read(reader, 16) == b"started":  # empty when guard and supervisor have ended without a word
+        return 0
+    report = read_exit(run_dir)
+    reason = report.reason if report and report.attempt == attempt else "see logs/ for what its supervisor said"
+    print(f"{run_dir}: attempt {attempt} could not be started: {reason}", file=sys.stderr)
+    return 2
+
+
+def guard(supervisor: Callable[[], int]) -> int:
+    """Runs `supervisor` in a child process and returns its exit code, after the last of its descendants is gone."""
+    become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    pid = os.fork()
+    if pid == 0:
+        exit_with(supervisor)
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGTERM))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the supervisor too
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    ended, status = 0, 0
+    while ended != pid:
+        ended, status = os.wait()
+    kill_descendants()
+    return os.waitstatus_to_exitcode(status) % 256
+
+
+def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
+    """Runs all ranks to their end, records it in exit.json and state.json, and returns the job's return code."""
+    become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
+    ranks: dict[int, subprocess.Popen] = {}
+    try:
+        update_state(run_dir, attempt=attempt, process=Process.current())
+        port = start_ranks(run_dir, job, attempt, ranks)
+        reason = f"{job.num_processes} processes started, no step yet"
+        update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
+        started()
+        outcome = watch(ranks, job.time_limit_s)
+        port.close()
+        state = read_state(run_dir)
+        if outcome.rc == 0 and state and state.state is JobState.STOPPING:
+            outcome = Outcome(0, f"stopped on request at step {state.step}")
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(1, str(error) or repr(error))
+    with contextlib.suppress(StaleAttemptError, OSError):
+        if outcome.rc:
+            update_state(run_dir, attempt=attempt, state=JobState.STOPPING, reason=outcome.reason)
+    end_ranks(ranks, job.grace_s)
+    kill_descendants()
+    record(run_dir, attempt, outcome)
+    say(f"{job.name}: attempt {attempt}: {outcome.reason}")
+    return outcome.rc
+
+
+def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: dict[int, subprocess.Popen]) -> socket.socket:
+    """Starts all ranks into `ranks`, each in its own process group and with its own log.
+
+    Returns the socket that keeps their port reserved; keep it until they have ended.
+    """
+    port = reserve_port()
+    common = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "WORLD_SIZE": str(job.num_processes),
+        "LOCAL_WORLD_SIZE": str(job.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.getsockname()[1]),
+        "KIT_ATTEMPT": str(attempt),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
+    }
+    supervisor_pid = os.getpid()
+    for rank in range(job.num_processes):
+        with log_path(run_dir, attempt, rank).open("ab") as log:
+            try:
+                ranks[rank] = subprocess.Popen(
+                    job.argv,
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment},
+                    cwd=job.working_directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                    preexec_fn=lambda: become_rank(supervisor_pid),
+                )
+            except OSError as error:
+                raise JobError(f"rank {rank} could not be started: {error}") from error
+    return port
+
+
+def reserve_port() -> socket.socket:
+    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel gives it to nobody
+    else, and not listening, so that rank 0 can."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def become_rank(supervisor_pid: int) -> None:
+    """Runs in the child before the command: the rank dies with its supervisor, however that dies."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor_pid:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None) -> Outcome:
+    """Waits until all ranks have ended well, one has failed, the time is over, or a signal asks for the end."""
+    deadline = time.monotonic() + (float("inf") if time_limit_s is None else time_limit_s)
+    while True:
+        reap(ranks)
+        failed = [rank for rank, process in ranks.items() if process.returncode]
+        if failed:  # several at once: a crash is the cause, an error or abort for a lost peer the consequence
+            return describe_failure(min(failed, key=lambda rank: (-ranks[rank].returncode not in CRASHES, rank)), ranks)
+        if all(process.returncode == 0 for process in ranks.values()):
+            return Outcome(0, f"all {len(ranks)} ranks ended with code 0")
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")
+        received = signal.sigtimedwait(WATCHED, min(remaining_s, 3600))
+        if received and received.si_signo != signal.SIGCHLD:
+            return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
+
+
+def describe_failure(rank: int, ranks: dict[int, subprocess.Popen]) -> Outcome:
+    """Returns the outcome of a job whose first failing rank is `rank`."""
+    code = ranks[rank].returncode
+    if code > 0:
+        return Outcome(code, f"rank {rank} ended with code {code}", rank)
+    name = signal.Signals(-code).name
+    hint = " (often: the machine ran out of memory)" if -code == signal.SIGKILL else ""
+    return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}", rank)
+
+
+def reap(ranks: dict[int, subprocess.Popen]) -> None:
+    """Collects every child that has ended: ranks get their return code, adopted orphans are forgotten."""
+    by_pid = {process.pid: process for process in ranks.values()}
+    with contextlib.suppress(ChildProcessError):
+        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if info.si_pid in by_pid:
+                by_pid[info.si_pid].wait()
+            else:
+                os.waitpid(info.si_pid, 0)
+
+
+def end_ranks(ranks: dict[int, subprocess.Popen], grace_s: float) -> None:
+    """Asks the process groups of all running ranks to end, and kills them after the grace time."""
+    deadline = time.monotonic() + grace_s
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        while any(process.returncode is None for process in ranks.values()):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            signal.sigtimedwait({signal.SIGCHLD}, remaining_s)
+            reap(ranks)
+
+
+def kill_descendants() -> None:
+    """Kills the children of this process, then those that they leave behind, until there are none."""
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (children := child_pids(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            with contextlib.suppress(PermissionError):  # it became another user by setuid
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def record(run_dir: Path, attempt: int, outcome: Outcome) -> None:
+    """Writes exit.json, then the final state; a newer attempt's files are left alone."""
+    tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
+    reason = f"{outcome.reason}: {tail.splitlines()[-1].strip()[:200]}" if tail else outcome.reason
+    report = ExitReport(
+        attempt=attempt, rc=outcome.rc, reason=reason, host=socket.gethostname(), time=time.time(),
+        failing_rank=outcome.failing_rank, log_tail=tail,
+    )  # fmt: skip
+    try:
+        write_exit(run_dir, report)
+        final = JobState.FAILED if outcome.rc else JobState.DONE
+        update_state(run_dir, attempt=attempt, state=final, reason=reason)
+    except (StaleAttemptError, OSError) as error:
+        say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+
+
+def say(text: str) -> None:
+    """Prints a line for people, if anyone can still read it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def log_tail(file: Path) -> str:
+    """Returns the last lines of a log."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])
+
+
+def become_subreaper() -> None:
+    """Makes descendants whose parents die children of this process, instead of the init process."""
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def exit_with(function: Callable[[], int]) -> NoReturn:
+    """Ends a forked process with the return value of `function`, never returning into its parent's code."""
+    code = 1
+    try:
+        code = function()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

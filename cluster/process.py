@@ -1,0 +1,79 @@
+"""Identity of a process: who wrote this file, and is it still running?
+
+A pid alone is not enough: it is given to another process after the first has ended, and it means nothing on another
+host or after a reboot. Standard library, Linux.
+"""
+
+import dataclasses
+import os
+import signal
+import socket
+from pathlib import Path
+
+from cluster.record import Record, field_doc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Process(Record):
+    """One process, told apart from every other that had or will have its pid."""
+
+    pid: int = field_doc("process id")
+    start_ticks: int = field_doc("clock ticks from boot to its start: field 22 of /proc/PID/stat")
+    boot_id: str = field_doc("of the kernel that ran it")
+    host: str = field_doc("host name")
+
+    @classmethod
+    def current(cls) -> "Process":
+        """Returns the identity of the calling process."""
+        pid = os.getpid()
+        stat = _stat(pid)
+        assert stat is not None, f"/proc/{pid}/stat of this very process cannot be read"
+        return cls(pid=pid, start_ticks=int(stat[19]), boot_id=_boot_id(), host=socket.gethostname())
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it ran on this host, so that `is_alive` can tell."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs on this host. A zombie does not: it has ended and only waits to be reaped."""
+        if not self.is_here or self.boot_id != _boot_id():
+            return False
+        stat = _stat(self.pid)
+        return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
+
+    def send_signal(self, signal_number: int) -> bool:
+        """Sends a signal to exactly this process; returns whether it was there to receive it."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except (OSError, OverflowError):
+            return False
+        try:
+            if not self.is_alive:  # asked after opening, so the handle is of this process or of a stranger, never both
+                return False
+            signal.pidfd_send_signal(handle, signal_number)
+            return True
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(handle)
+
+
+def child_pids(pid: int) -> list[int]:
+    """Returns the processes of this host whose parent is `pid`, zombies included."""
+    candidates = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [child for child in candidates if (stat := _stat(child)) and int(stat[1]) == pid]
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Returns the fields of /proc/PID/stat from the third (state) on, or None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return text.rpartition(")")[2].split()  # the second field, the command's name, may hold spaces and brackets

@@ -1,0 +1,183 @@
+"""Site: the hardware and scheduler facts of one machine, each number with its source and error bar.
+
+Planner, launcher and MFU read the same file, so a peak or a memory size exists once. Standard library only.
+"""
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from cluster.record import ConfigError, Record, field_doc, html_table, suggestion
+
+SITES = Path(__file__).parent / "sites"
+DTYPES = ("fp32", "bf16", "fp16")
+MAX_PEAK_FLOPS_PER_S = 1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact(Record):
+    """One number, where it comes from, and how far it may be off."""
+
+    value: float = field_doc("in the unit of the field's name")
+    source: str = field_doc("document or measurement that anyone can look up")
+    error: float | None = field_doc(
+        "relative half-width, 0.05 for +-5 %; none when the source gives none", default=None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise ConfigError(f"fact.value: {self.value!r} is not allowed. Give a finite number above 0.")
+        if not self.source.strip():
+            raise ConfigError("fact.source: '' is not allowed. Say where the number comes from.")
+        if self.error is not None and not 0 <= self.error <= 1:
+            raise ConfigError(f"fact.error: {self.error!r} is not allowed. Give a fraction from 0 to 1 (5 % is 0.05).")
+
+    @classmethod
+    def from_dict(cls, data: Any, path: str = "") -> Self:
+        """Returns the fact that `data` describes; an error names the place in the site file, as the number needs it."""
+        try:
+            return super().from_dict(data, path)
+        except ConfigError as error:
+            raise ConfigError(f"{path or 'fact'}{str(error).removeprefix(path).removeprefix('fact')}") from error
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ± {self.error:.0%}"
+        return f"{self.value:.4g}{error} ({self.source})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device(Record):
+    """What one process computes on: a GCD, a NeuronCore, a CPU core."""
+
+    name: str = field_doc("vendor's name, and which part of it counts as one device")
+    memory_bytes: Fact | None = field_doc("memory of one device", default=None)
+    memory_bytes_per_s: Fact | None = field_doc("memory bandwidth of one device", default=None)
+    peak_flops_per_s: dict[str, Fact] = field_doc("dense peak by dtype", default_factory=dict)
+    matmul_flops_per_s: dict[str, Fact] = field_doc("highest rate a matrix product was seen to reach, by dtype",
+                                                    default_factory=dict)  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("peak_flops_per_s", "matmul_flops_per_s"):
+            for dtype, fact in getattr(self, field).items():
+                _check_dtype(dtype, f"site.device.{field}")
+                if fact.value > MAX_PEAK_FLOPS_PER_S:
+                    raise ConfigError(
+                        f"site.device.{field}.{dtype}: {fact.value:.3g} FLOP/s is not believable for one device. "
+                        f"Give at most {MAX_PEAK_FLOPS_PER_S:.0e}, in FLOP/s of one device, not of a node or a cluster."
+                    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntraNodeLink(Record):
+    """Bandwidth inside a node, for groups of devices up to a size."""
+
+    num_devices: int = field_doc("largest group of neighbouring devices that this bandwidth serves")
+    bytes_per_s: Fact = field_doc("of one device, one direction")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Links(Record):
+    """What joins devices; a bandwidth that is not known is left out."""
+
+    intra_node: tuple[IntraNodeLink, ...] = field_doc("smallest group first", default=())
+    inter_node_bytes_per_s: Fact | None = field_doc("of a whole node, one direction", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site(Record):
+    """A machine: its devices, links, scheduler and price."""
+
+    name: str = field_doc("as in Site.load(name)")
+    description: str = field_doc("one line")
+    scheduler: Literal["local", "slurm", "kubernetes"] = field_doc("who starts the processes")
+    devices_per_node: int = field_doc("processes per node: one per device")
+    device: Device = field_doc("one of them")
+    links: Links = field_doc("between them", default_factory=Links)
+    price_per_node_hour: Fact | None = field_doc("in USD", default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.devices_per_node < 1:
+            raise ConfigError(f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number from 1.")
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Returns the names of the sites that come with the package."""
+        return sorted(file.name.removesuffix(".toml") for file in SITES.glob("*.toml"))
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
+        """Returns a packaged site by name, or the site described by a `.toml` file.
+
+        On a local site, the number of devices and their memory are this machine's, unless the file gives them.
+
+        Raises:
+            ConfigError: no such site or file, not TOML, or a key or value that is not allowed.
+        """
+        import tomllib
+
+        name = os.fspath(name_or_path)
+        file = Path(name).expanduser() if name.endswith(".toml") else SITES / f"{name}.toml"
+        if not name.endswith(".toml") and name not in cls.names():
+            raise ConfigError(f"site: {name!r} is unknown. {suggestion(name, cls.names())} Or give a .toml file.")
+        try:
+            data = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            message = f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of {cls.names()}."
+            raise ConfigError(message) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
+        try:
+            return cls.from_dict(_with_this_machine(data))
+        except ConfigError as error:
+            raise ConfigError(f"{file.name}: {error}") from error
+
+    def peak_flops_per_s(self, dtype: str) -> float | None:
+        """Returns the dense peak of one device in FLOP/s, or None when it is not known.
+
+        Raises:
+            ConfigError: the dtype is none of fp32, bf16, fp16.
+        """
+        _check_dtype(dtype, "dtype")
+        fact = self.device.peak_flops_per_s.get(dtype)
+        return fact.value if fact else None
+
+    def with_measured_peak(self, dtype: str, value: float, source: str) -> Self:
+        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device, measured as `source` says.
+
+        Raises:
+            ConfigError: the value is not a believable peak of one device.
+        """
+        peaks = {**self.device.peak_flops_per_s, dtype: Fact(value=value, source=source)}
+        return self.replace(device=self.device.replace(peak_flops_per_s=peaks))
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[str, object]] = [("scheduler", self.scheduler), ("devices per node", self.devices_per_node)]
+        rows += [("device", self.device.name), ("memory (bytes)", self.device.memory_bytes or "unknown")]
+        for dtype in DTYPES:
+            rows.append((f"peak {dtype} (FLOP/s)", self.device.peak_flops_per_s.get(dtype, "unknown")))
+        for link in self.links.intra_node:
+            rows.append((f"within {link.num_devices} devices (bytes/s)", link.bytes_per_s))
+        rows.append(("between nodes (bytes/s)", self.links.inter_node_bytes_per_s or "unknown"))
+        if self.price_per_node_hour:
+            rows.append(("price per node and hour (USD)", self.price_per_node_hour))
+        return html_table(f"Site {self.name}: {self.description}", rows)
+
+
+def _check_dtype(dtype: str, path: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"{path}: {dtype!r} is not a known dtype. {suggestion(str(dtype), DTYPES)}")
+
+
+def _with_this_machine(data: dict) -> dict:
+    """Returns `data` of a local site completed by the cores and the memory of this machine."""
+    if data.get("scheduler") != "local" or not isinstance(data.get("device"), dict):
+        return data
+    cores = os.cpu_count() or 1
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = {"value": memory_bytes // cores, "source": f"this machine: {memory_bytes} bytes of memory / {cores} cores"}
+    return {"devices_per_node": cores, **data, "device": {"memory_bytes": memory, **data["device"]}}

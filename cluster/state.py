@@ -1,0 +1,228 @@
+"""The files by which a run directory tells what its job does, and the only functions that write them.
+
+    state.json                state, attempt, step, heartbeat, identity of the process that answers for the job
+    exit.json                 how an attempt ended: return code, reason, first failing rank and its last words
+    ranks/rank_00003.json     heartbeat of one rank
+    control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
+    logs/attempt_01_rank_00000.log
+
+Every file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and ignore
+keys that a newer version may have added. A writer of an older attempt is refused: see `update_state`.
+Standard library only.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from cluster.process import Process
+from cluster.record import Record, field_doc, write_atomic
+
+LOCK_WAIT_S = 5.0
+
+Request = Literal["stop", "checkpoint"]
+RecordType = TypeVar("RecordType", bound=Record)
+
+
+class JobError(RuntimeError):
+    """A job cannot be started, reached or ended as asked."""
+
+
+class StaleAttemptError(JobError):
+    """The run directory belongs to a newer attempt; this process is a left-over of an older one and must end."""
+
+
+class JobState(enum.StrEnum):
+    """What a job does, in words that fit every scheduler."""
+
+    QUEUED = "queued"
+    CONFIGURING = "configuring"
+    STARTING = "starting"
+    RUNNING = "running"
+    STALLED = "stalled"
+    STOPPING = "stopping"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    DONE = "done"
+    FAILED = "failed"
+    LOST = "lost"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this attempt will never run again."""
+        return self in (JobState.DONE, JobState.FAILED, JobState.LOST)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunState(Record):
+    """state.json: what the job last said about itself."""
+
+    state: JobState = field_doc("as last written; `read_status` judges whether it is still true")
+    attempt: int = field_doc("counts the starts of this run directory from 1")
+    step: int | None = field_doc("last finished optimizer step", default=None)
+    heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
+    step_time_s: float | None = field_doc("recent seconds per step", default=None)
+    process: Process | None = field_doc("answers for the job: its supervisor", default=None)
+    reason: str = field_doc("one line for people", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitReport(Record):
+    """exit.json: how an attempt ended."""
+
+    attempt: int = field_doc("which attempt ended")
+    rc: int = field_doc("0, or the return code of the first failing rank; 128 + n for signal n, as in a shell")
+    reason: str = field_doc("one line for people")
+    host: str = field_doc("host name")
+    time: float = field_doc("unix time of the end")
+    failing_rank: int | None = field_doc("the rank that failed first", default=None)
+    log_tail: str = field_doc("last lines of its log", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankHeartbeat(Record):
+    """ranks/rank_NNNNN.json: one rank's last step, to find stragglers."""
+
+    rank: int = field_doc("global rank")
+    attempt: int = field_doc("attempt it belongs to")
+    step: int = field_doc("last finished step")
+    time: float = field_doc("unix time of that step's end")
+    step_time_s: float | None = field_doc("its duration", default=None)
+
+
+def read_state(run_dir: Path) -> RunState | None:
+    """Returns what state.json says, or None when it is missing or damaged."""
+    return _read(RunState, run_dir / "state.json")
+
+
+def read_exit(run_dir: Path) -> ExitReport | None:
+    """Returns what exit.json says, of whichever attempt ended last, or None."""
+    return _read(ExitReport, run_dir / "exit.json")
+
+
+def update_state(run_dir: Path, *, attempt: int, **changes: Any) -> RunState:
+    """Changes some fields of state.json and returns the new content; the first update of an attempt starts afresh.
+
+    Args:
+        run_dir: the run directory.
+        attempt: the attempt that the caller belongs to (`KIT_ATTEMPT` in the environment of a rank).
+        changes: fields of `RunState`, for example `state`, `step`, `heartbeat`, `step_time_s`.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns the directory. The caller is a left-over and must end, writing nothing.
+        ConfigError: a field is unknown or has a value of the wrong type.
+    """
+    with locked(run_dir):
+        _refuse_stale(run_dir, attempt)
+        state = read_state(run_dir)
+        if state is None or state.attempt < attempt:
+            state = RunState(state=JobState.RUNNING, attempt=attempt)
+        state = state.replace(**changes)
+        state.write(run_dir / "state.json")
+        return state
+
+
+def write_exit(run_dir: Path, report: ExitReport) -> None:
+    """Writes exit.json.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns the directory.
+    """
+    with locked(run_dir):
+        _refuse_stale(run_dir, report.attempt)
+        report.write(run_dir / "exit.json")
+
+
+def last_attempt(run_dir: Path) -> int:
+    """Returns the number of the newest attempt that left a trace (state, exit, logs), or 0."""
+    found = [record.attempt for record in (read_state(run_dir), read_exit(run_dir)) if record]
+    names = (re.match(r"attempt_(\d+)_", file.name) for file in (run_dir / "logs").glob("attempt_*"))
+    return max([0, *found, *(int(match[1]) for match in names if match)])
+
+
+def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
+    """Returns where the standard output and error of a rank go."""
+    return run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log"
+
+
+def write_rank_heartbeat(run_dir: Path, rank: int, *, attempt: int, step: int, step_time_s: float | None) -> None:
+    """Writes a rank's heartbeat; each rank has its own file, so there is nothing to lock."""
+    beat = RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s)
+    beat.write(run_dir / "ranks" / f"rank_{rank:05d}.json")
+
+
+def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
+    """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is absent."""
+    beats = (_read(RankHeartbeat, file) for file in (run_dir / "ranks").glob("rank_*.json"))
+    return sorted((beat for beat in beats if beat and beat.attempt == attempt), key=lambda beat: beat.rank)
+
+
+def ask(run_dir: Path, request: Request) -> None:
+    """Leaves a request for the trainer, which reads it at the next step boundary."""
+    write_atomic(run_dir / "control" / f"request_{request}", json.dumps({"asked_at": time.time()}) + "\n")
+
+
+def asked_at(run_dir: Path, request: Request) -> float | None:
+    """Returns the unix time of a request that the trainer has not taken yet, or None."""
+    file = run_dir / "control" / f"request_{request}"
+    try:
+        changed = file.stat().st_mtime
+        return float(json.loads(file.read_text())["asked_at"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):  # made by `touch`: its time of change is as good
+        return changed
+
+
+def take_request(run_dir: Path, request: Request) -> bool:
+    """Returns whether a request was waiting, and removes it. For rank 0, which tells the other ranks."""
+    if asked_at(run_dir, request) is None:
+        return False
+    (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
+    return True
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Lets one writer at a time change state.json, exit.json or the attempt number.
+
+    The lock falls with its process. After LOCK_WAIT_S, or where the file system has no locks, the work is done without
+    it: each file is still replaced as a whole, and a frozen process must not hold up a training run.
+    """
+    with open(run_dir / ".state.lock", "a") as stream:
+        deadline = time.monotonic() + LOCK_WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.005)
+            except OSError:
+                break
+        yield
+
+
+def _refuse_stale(run_dir: Path, attempt: int) -> None:
+    state = read_state(run_dir)
+    owner = state.attempt if state else last_attempt(run_dir)
+    if attempt < owner:
+        raise StaleAttemptError(
+            f"{run_dir}: attempt {attempt} may not write, the directory belongs to attempt {owner} now. "
+            f"This process is a left-over of attempt {attempt}; end it."
+        )
+
+
+def _read(record: type[RecordType], file: Path) -> RecordType | None:
+    known = {field.name for field in dataclasses.fields(record)}
+    try:
+        data = json.loads(file.read_bytes())
+        return record.from_dict({key: value for key, value in data.items() if key in known})
+    except (OSError, ValueError, AttributeError, RecursionError):  # missing; torn or wrong; not a table; not ours
+        return None

@@ -1,0 +1,24 @@
+"""`import cluster` must be cheap: it runs on login nodes and at the start of every rank."""
+
+import subprocess
+import sys
+
+CODE = """
+import sys, time
+start = time.process_time()
+import cluster
+from cluster import Job, JobSpec, Site, local
+Site.load("frontier")
+print(time.process_time() - start)
+heavy = {"torch", "numpy", "kit", "tomli", "yaml"} & set(sys.modules)
+assert not heavy, heavy
+assert {"Site", "Job", "local"} <= set(dir(cluster))
+"""
+
+
+def test_import_takes_less_than_a_tenth_of_a_second_and_no_other_package():
+    times = []
+    for _ in range(3):
+        run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+        times.append(float(run.stdout))
+    assert min(times) <= 0.1, times

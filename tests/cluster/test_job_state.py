@@ -1,0 +1,284 @@
+"""The run-directory contract: state and exit files, fencing, process identity, requests, and the status they give."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.job import Job, JobSpec, claim_attempt, read_status
+from cluster.process import Process
+from cluster.record import ConfigError
+from cluster.state import (
+    ExitReport,
+    JobError,
+    JobState,
+    StaleAttemptError,
+    ask,
+    asked_at,
+    last_attempt,
+    read_exit,
+    read_rank_heartbeats,
+    read_state,
+    take_request,
+    update_state,
+    write_exit,
+    write_rank_heartbeat,
+)
+
+
+def running(run_dir, **changes):
+    fields = {"state": "running", "process": Process.current(), "heartbeat": time.time(), "step": 7, **changes}
+    return update_state(run_dir, attempt=1, **fields)
+
+
+def ended(attempt, rc=0):
+    return ExitReport(attempt=attempt, rc=rc, reason="because", host="here", time=time.time())
+
+
+def test_states_are_these_and_no_others():
+    words = "queued configuring starting running stalled stopping preempted requeued done failed lost"
+    assert [str(state) for state in JobState] == words.split()
+    assert [state for state in JobState if state.is_final] == [JobState.DONE, JobState.FAILED, JobState.LOST]
+
+
+def test_update_keeps_what_it_does_not_name(tmp_path):
+    running(tmp_path)
+    state = update_state(tmp_path, attempt=1, step=8, step_time_s=0.5)
+    assert read_state(tmp_path) == state
+    assert (state.state, state.step, state.step_time_s) == (JobState.RUNNING, 8, 0.5)
+    assert state.process == Process.current()
+
+
+def test_update_refuses_unknown_fields_and_values_and_writes_nothing(tmp_path):
+    before = running(tmp_path)
+    with pytest.raises(ConfigError, match="stepp.*Did you mean 'step'"):
+        update_state(tmp_path, attempt=1, stepp=8)
+    with pytest.raises(ConfigError, match="'runing' is not allowed"):
+        update_state(tmp_path, attempt=1, state="runing")
+    assert read_state(tmp_path) == before
+
+
+def test_older_attempt_is_fenced_off(tmp_path):
+    running(tmp_path)
+    newer = update_state(tmp_path, attempt=2, state=JobState.RUNNING, step=1)
+    assert newer.process is None, "a new attempt must not inherit the identity of the old one"
+    with pytest.raises(StaleAttemptError, match="attempt 1 may not write.*attempt 2"):
+        update_state(tmp_path, attempt=1, step=999)
+    with pytest.raises(StaleAttemptError):
+        write_exit(tmp_path, ended(attempt=1, rc=1))
+    assert read_state(tmp_path) == newer and read_exit(tmp_path) is None
+
+
+def test_older_attempt_is_fenced_off_even_when_the_state_file_is_destroyed(tmp_path):
+    write_exit(tmp_path, ended(attempt=3))
+    (tmp_path / "state.json").write_text('{"state": "runn')
+    with pytest.raises(StaleAttemptError):
+        update_state(tmp_path, attempt=2, step=1)
+    assert update_state(tmp_path, attempt=4, step=1).state is JobState.RUNNING
+
+
+def test_concurrent_writers_lose_no_update(tmp_path):
+    running(tmp_path)
+
+    def write(field):
+        for number in range(100):
+            update_state(tmp_path, attempt=1, **{field: number})
+
+    threads = [threading.Thread(target=write, args=(field,)) for field in ("step", "heartbeat", "step_time_s")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state = read_state(tmp_path)
+    assert state is not None and (state.step, state.heartbeat, state.step_time_s) == (99, 99, 99)
+
+
+def test_a_frozen_lock_holder_delays_but_does_not_stop_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.state.LOCK_WAIT_S", 0.1)
+    running(tmp_path)
+    hold = (
+        "import fcntl, sys, time; stream = open(sys.argv[1], 'a'); fcntl.flock(stream, fcntl.LOCK_EX)\n"
+        "print('locked', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-S", "-c", hold, str(tmp_path / ".state.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert update_state(tmp_path, attempt=1, step=8).step == 8
+        holder.kill()
+
+
+def test_any_prefix_of_the_files_is_tolerated(tmp_path):
+    running(tmp_path)
+    write_exit(tmp_path, ended(attempt=1))
+    for name, read in (("state.json", read_state), ("exit.json", read_exit)):
+        whole = (tmp_path / name).read_bytes()
+        for length in range(0, len(whole) - 2, 7):
+            (tmp_path / name).write_bytes(whole[:length])
+            assert read(tmp_path) is None
+            assert read_status(tmp_path).attempt == 1, "one of the two files still knows"
+        (tmp_path / name).write_bytes(whole)
+        assert read(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", '"x"', "{}", '{"state": "flying", "attempt": 1}', "\xff\xfe", "[" * 9999]
+)
+def test_foreign_state_file_reads_as_none_and_status_says_lost(tmp_path, text):
+    (tmp_path / "state.json").write_text(text, encoding="latin-1")
+    assert read_state(tmp_path) is None
+    assert read_status(tmp_path).state is JobState.LOST
+
+
+def test_keys_of_a_newer_version_are_ignored(tmp_path):
+    state = running(tmp_path)
+    text = (tmp_path / "state.json").read_text()
+    (tmp_path / "state.json").write_text(text.replace("{", '{"mood": "fine",', 1))
+    assert read_state(tmp_path) == state
+
+
+def test_status_of_a_living_job(tmp_path):
+    running(tmp_path)
+    status = read_status(tmp_path)
+    assert (status.state, status.step, status.attempt, status.exit_code) == (JobState.RUNNING, 7, 1, None)
+    assert status.heartbeat_age_s is not None and status.heartbeat_age_s < 5 and "step 7" in status.reason
+
+
+def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
+    write_exit(tmp_path, ended(attempt=1, rc=3))
+    running(tmp_path)
+    status = read_status(tmp_path)
+    assert (status.state, status.exit_code, status.reason) == (JobState.FAILED, 3, "because")
+    update_state(tmp_path, attempt=2, state="running", process=Process.current(), heartbeat=time.time())
+    assert read_status(tmp_path).state is JobState.RUNNING
+    write_exit(tmp_path, ended(attempt=2))
+    assert (read_status(tmp_path).state, read_status(tmp_path).exit_code) == (JobState.DONE, 0)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "step_time_s", "expected"),
+    [(50, None, "running"), (70, None, "stalled"), (70, 8.0, "running"), (90, 8.0, "stalled"), (70, 0.1, "stalled")],
+)
+def test_stalled_after_a_minute_or_ten_steps(tmp_path, age_s, step_time_s, expected):
+    running(tmp_path, heartbeat=time.time() - age_s, step_time_s=step_time_s)
+    status = read_status(tmp_path)
+    assert status.state == expected and f"{age_s} s ago" in status.reason
+
+
+def test_a_slow_start_is_not_a_stall_but_a_very_slow_one_is(tmp_path):
+    running(tmp_path, state="starting", heartbeat=time.time() - 600)
+    assert read_status(tmp_path).state is JobState.STARTING
+    running(tmp_path, state="starting", heartbeat=time.time() - 2000)
+    assert read_status(tmp_path).state is JobState.STALLED
+
+
+def test_stop_request_shows_as_stopping(tmp_path):
+    running(tmp_path)
+    ask(tmp_path, "stop")
+    assert read_status(tmp_path).state is JobState.STOPPING
+
+
+@pytest.mark.parametrize("change", [{"start_ticks": 1}, {"boot_id": "another"}, {"pid": 2**22 + 1}, {"pid": -1}])
+def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
+    running(tmp_path, process=dataclasses.replace(Process.current(), **change))
+    status = read_status(tmp_path)
+    assert status.state is JobState.LOST and "left no exit.json" in status.reason
+
+
+def test_recycled_pid_is_never_signalled():
+    stranger = dataclasses.replace(Process.current(), start_ticks=1)
+    assert stranger.send_signal(signal.SIGKILL) is False  # had it been sent, this test would not return
+
+
+def test_zombie_is_not_alive():
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    identity = dataclasses.replace(Process.current(), pid=child.pid, start_ticks=ticks)
+    assert identity.is_alive
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not identity.is_alive
+    child.communicate()
+
+
+def test_other_host_is_not_guessed(tmp_path):
+    away = dataclasses.replace(Process.current(), host="node77", pid=1)
+    running(tmp_path, process=away)
+    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    status = read_status(tmp_path)
+    assert status.state is JobState.RUNNING and "it runs on node77" in status.reason
+    with pytest.raises(JobError, match="in use"):
+        claim_attempt(tmp_path)
+    with pytest.raises(JobError, match="node77.*stop"):
+        Job.attach(tmp_path).cancel()
+    running(tmp_path, process=away, heartbeat=time.time() - 100)
+    assert read_status(tmp_path).state is JobState.STALLED
+    assert claim_attempt(tmp_path) == 2, "a silent job elsewhere may be replaced: it is fenced off"
+
+
+def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
+    run_dir = tmp_path / "new" / "run"
+    assert claim_attempt(run_dir) == 1
+    with pytest.raises(JobError, match="in use: attempt 1 is queued"):
+        claim_attempt(run_dir)
+    write_exit(run_dir, ended(attempt=1))
+    ask(run_dir, "stop")
+    assert claim_attempt(run_dir) == 2 and asked_at(run_dir, "stop") is None
+    (run_dir / "state.json").unlink()
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "attempt_120_rank_00000.log").touch()
+    assert last_attempt(run_dir) == 120
+
+
+def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
+    assert not take_request(tmp_path, "stop")
+    ask(tmp_path, "checkpoint")
+    assert asked_at(tmp_path, "checkpoint") == pytest.approx(time.time(), abs=5)
+    assert asked_at(tmp_path, "stop") is None
+    assert take_request(tmp_path, "checkpoint") and not take_request(tmp_path, "checkpoint")
+    (tmp_path / "control" / "request_stop").touch()
+    assert asked_at(tmp_path, "stop") == pytest.approx(time.time(), abs=5)
+    assert take_request(tmp_path, "stop")
+
+
+def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
+    for rank in (10, 2, 0):
+        write_rank_heartbeat(tmp_path, rank, attempt=2, step=rank, step_time_s=0.1)
+    write_rank_heartbeat(tmp_path, 1, attempt=1, step=5, step_time_s=None)
+    (tmp_path / "ranks" / "rank_00003.json").write_text('{"rank": 3, "att')
+    assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [0, 2, 10]
+    assert (tmp_path / "ranks" / "rank_00010.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"argv": ()}, "job.argv"),
+        ({"argv": "python train.py"}, "job.argv"),
+        ({"num_processes": 0}, "num_processes"),
+        ({"num_processes": 9, "num_nodes": 2}, "multiple of num_nodes"),
+        ({"time_limit_s": 0}, "time_limit_s"),
+        ({"name": "a\nrm -rf"}, "job.name"),
+        ({"environment": {"RANK": "0"}}, "the launcher sets it"),
+        ({"environment": {"A=B": "0"}}, "'='"),
+        ({"environment": {"A": "x\0y"}}, "NUL"),
+        ({"argv": ("x", "\udcff")}, "not valid text"),
+        ({"environment": {"A": 1}}, "environment.A"),
+    ],
+)
+def test_job_that_cannot_work_is_refused(change, message):
+    fields = {"name": "a", "run_dir": "r", "argv": ("x",), "num_processes": 1, **change}
+    with pytest.raises(ConfigError, match=message):
+        JobSpec(**fields)
+
+
+def test_job_round_trips_and_its_directories_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = JobSpec(name="a", run_dir="runs/ä b", argv=("x", "a\nb"), num_processes=1, environment={"A": "'\"\n"})
+    assert job.run_dir == str(tmp_path / "runs/ä b") and job.working_directory == str(tmp_path)
+    assert JobSpec.from_json(job.to_json()) == job

@@ -1,0 +1,390 @@
+"""The local launcher, with real processes: start, end, failure, kill, reattach, and nothing left behind."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.job import Job, JobSpec
+from cluster.record import ConfigError
+from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
+
+ROOT = Path(local.__file__).parent.parent
+SLEEP = "import time; time.sleep(60)"
+FAST = [sys.executable, "-S", "-c"]
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """Marks every process that a test starts, and checks that none is left when it ends."""
+    text = f"CLUSTER_TEST={uuid.uuid4()}"
+    monkeypatch.setenv(*text.split("="))
+    yield text
+    eventually(lambda: not processes(text))
+    left_behind = processes(text)
+    for pid in left_behind:
+        os.kill(pid, signal.SIGKILL)
+    assert not left_behind
+
+
+def processes(mark):
+    """Returns the command lines of all other processes that carry the mark; zombies have no environment."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    found.pop(os.getpid(), None)
+    return found
+
+
+def eventually(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return result
+
+
+def spec(run_dir, code, num_processes=2, **changes):
+    fields = {"name": "test", "grace_s": 2.0, "working_directory": "/", **changes}
+    return JobSpec(run_dir=str(run_dir), argv=(*FAST, code), num_processes=num_processes, **fields)
+
+
+def until(file):
+    """Returns the code of a rank that waits for a file."""
+    return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.02)\n"
+
+
+def supervisor(job):
+    state = read_state(job.run_dir)
+    assert state is not None and state.process is not None
+    return state.process
+
+
+def printed(job, rank=0):
+    """Waits for the first line of a rank's log and returns it."""
+    return eventually(lambda: (job.logs(rank) or "").partition("\n")[0])
+
+
+def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
+    monkeypatch.setenv("FROM_CALLER", "kept")
+    monkeypatch.setenv("RANK", "99")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER OMP_NUM_THREADS WINS"
+    code = f"import os, sys; print(*(os.environ[n] for n in '{names}'.split())); print(os.environ['MASTER_PORT'])\n"
+    code += "store = os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE']\n"
+    code += "print('err', os.getcwd(), sys.stdin.read() == '', store, file=sys.stderr)"
+    job = local.submit(spec(tmp_path / "run", code, 3, environment={"WINS": "yes"}, working_directory=str(tmp_path)))
+    status = job.wait(20)
+    assert (status.state, status.exit_code, status.attempt) == (JobState.DONE, 0, 1)
+    ports = set()
+    for rank in range(3):
+        first, port, error = job.logs(rank).splitlines()
+        assert first == f"{rank} {rank} 3 3 127.0.0.1 1 kept 3 yes"
+        assert error == f"err {tmp_path} True 1"
+        ports.add(int(port))
+    assert len(ports) == 1 and ports.pop() > 1024
+    report = read_exit(job.run_dir)
+    assert report is not None and (report.rc, report.attempt, report.failing_rank) == (0, 1, None)
+    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.DONE)
+    assert "done" in job._repr_html_() and "done" in repr(job)
+
+
+def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
+    code = f"import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise ValueError('bad <data>')\n{SLEEP}"
+    job = local.submit(spec(tmp_path, code, 3))
+    start = time.monotonic()
+    status = job.wait(20)
+    assert time.monotonic() - start < 5
+    assert status.state is JobState.FAILED and status.exit_code == 1
+    assert status.reason == "rank 1 ended with code 1: ValueError: bad <data>"
+    report = read_exit(job.run_dir)
+    assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
+    assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.FAILED)
+    assert "&lt;data&gt;" in job._repr_html_()
+
+
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_started(tmp_path):
+    child = f"import os, signal; os.setsid(); signal.signal(15, signal.SIG_IGN); print('up', flush=True); {SLEEP}"
+    code = (
+        f"import signal, subprocess, sys, time\nsignal.signal(15, signal.SIG_IGN)\n"
+        f"subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}"
+    )
+    job = local.submit(spec(tmp_path, code, 1, grace_s=0.5))
+    assert printed(job) == "up"
+    start = time.monotonic()
+    job.cancel()
+    assert job.wait(20).reason == "cancelled by SIGTERM"
+    assert 0.4 < time.monotonic() - start < 5
+
+
+def test_rank_gets_the_grace_time_to_clean_up(tmp_path):
+    code = f"import signal, sys\nsignal.signal(15, lambda *_: (print('saved'), sys.exit(0)))\nprint('up')\n{SLEEP}"
+    job = local.submit(spec(tmp_path, code, 1))
+    assert printed(job) == "up"
+    job.cancel()
+    status = job.wait(20)
+    assert (status.state, status.exit_code) == (JobState.FAILED, 143)
+    assert job.logs().splitlines()[-1] == "saved"
+    job.cancel()  # of a job that has ended: nothing happens
+
+
+def test_time_limit_ends_the_job(tmp_path):
+    status = local.submit(spec(tmp_path, SLEEP, time_limit_s=0.3)).wait(20)
+    assert status.state is JobState.FAILED and status.reason == "the time limit of 0.3 s was reached"
+
+
+def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_shows_as_lost(tmp_path, mark):
+    grandchild = (
+        f"import subprocess; subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True); print(1)\n{SLEEP}"
+    )
+    job = local.submit(spec(tmp_path, grandchild))
+    assert printed(job, 0) and printed(job, 1)
+    assert len(processes(mark)) == 6  # guard, supervisor, 2 ranks, 2 children
+    os.kill(supervisor(job).pid, signal.SIGKILL)
+    assert eventually(lambda: not processes(mark), 5), processes(mark)
+    status = job.status()
+    assert status.state is JobState.LOST and "left no exit.json" in status.reason and status.exit_code is None
+    assert local.submit(spec(tmp_path, "pass")).wait(20).attempt == 2
+
+
+def test_job_does_not_need_its_guard(tmp_path, mark):
+    job = local.submit(spec(tmp_path, until(tmp_path / "go")))
+    guard = [pid for pid in processes(mark) if pid == os.getpgid(supervisor(job).pid)]
+    os.kill(guard[0], signal.SIGKILL)
+    assert eventually(lambda: guard[0] not in processes(mark))
+    (tmp_path / "go").touch()
+    assert job.wait(20).state is JobState.DONE
+
+
+def test_sigkill_of_a_rank_is_named(tmp_path):
+    job = local.submit(spec(tmp_path, f"import os; print(os.getpid())\n{SLEEP}", 3))
+    os.kill(int(printed(job, 2)), signal.SIGKILL)
+    status = job.wait(20)
+    assert status.state is JobState.FAILED and status.exit_code == 137
+    assert status.reason.startswith("rank 2 was killed by SIGKILL")
+    report = read_exit(job.run_dir)
+    assert report is not None and report.failing_rank == 2
+
+
+def test_reattach_from_a_new_interpreter(tmp_path):
+    job = local.submit(spec(tmp_path, "print('up')\n" + until(tmp_path / "go") + "print('end')"))
+    code = (
+        "import sys; from cluster import Job\njob = Job.attach(sys.argv[1]); print(job.status().state, flush=True)\n"
+        "open(job.run_dir / 'go', 'w').close()\n"
+        "print(*job.follow(1)); print(job.wait(20).state)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(job.run_dir)], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.split("\n") == ["starting", "up end", "done", ""], run.stderr
+
+
+def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
+    job = spec(tmp_path, until(tmp_path / "go") + "print('survived')")
+    code = (
+        "import os, sys; from cluster import JobSpec, local\nlocal.submit(JobSpec.from_json(sys.argv[1]))\n"
+        "os.killpg(0, 9)"  # what the end of a kernel or a terminal does to its process group
+    )
+    run = subprocess.run([sys.executable, "-c", code, job.to_json()], cwd=ROOT, start_new_session=True)
+    assert run.returncode == -signal.SIGKILL
+    handle = Job.attach(tmp_path)
+    assert handle.status().state is JobState.STARTING
+    (tmp_path / "go").touch()
+    assert handle.wait(20).state is JobState.DONE and handle.logs(1) == "survived\n"
+
+
+def test_live_directory_is_refused_and_left_alone(tmp_path):
+    job = local.submit(spec(tmp_path, SLEEP))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
+    with pytest.raises(JobError, match="in use: attempt 1 is starting.*Job.attach"):
+        local.submit(spec(tmp_path, "pass", name="other"))
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
+    job.cancel()
+    job.wait(20)
+
+
+def test_of_two_simultaneous_submissions_one_wins(tmp_path):
+    results = []
+
+    def submit(name):
+        try:
+            results.append(local.submit(spec(tmp_path, until(tmp_path / "go"), name=name)))
+        except JobError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=submit, args=(name,)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [result for result in results if isinstance(result, Job)]
+    assert len(winners) == 1 and all("in use" in str(loser) for loser in results if loser is not winners[0])
+    (tmp_path / "go").touch()
+    assert winners[0].wait(20).attempt == 1
+
+
+def test_attempts_are_counted_and_keep_their_logs(tmp_path):
+    code = "import os; print('attempt', os.environ['KIT_ATTEMPT']); raise SystemExit(os.environ['KIT_ATTEMPT'] == '1')"
+    assert local.submit(spec(tmp_path, code, 1)).wait(20).state is JobState.FAILED
+    ask(tmp_path, "stop")  # too late for attempt 1, and none of attempt 2's business
+    job = local.submit(spec(tmp_path, code, 1))
+    assert (job.wait(20).state, job.status().attempt) == (JobState.DONE, 2)
+    assert job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
+    assert (tmp_path / "logs" / "attempt_01_rank_00000.log").exists()
+    for wrong in ({"rank": 1}, {"rank": -1}, {"attempt": 3}, {"attempt": 0}):
+        with pytest.raises(JobError, match="Allowed"):
+            job.logs(**wrong)
+
+
+def test_stop_is_taken_by_the_trainer_at_a_step_boundary(tmp_path):
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from cluster.state import take_request, update_state
+run_dir, attempt = Path({str(tmp_path)!r}), int(os.environ["KIT_ATTEMPT"])
+for step in range(1, 1000):
+    time.sleep(0.02)
+    update_state(run_dir, attempt=attempt, state="running", step=step, step_time_s=0.02, heartbeat=time.time())
+    if take_request(run_dir, "checkpoint"):
+        print("checkpoint", flush=True)
+    if take_request(run_dir, "stop"):
+        update_state(run_dir, attempt=attempt, state="stopping")
+        break
+"""
+    job = local.submit(spec(tmp_path, code, 1))
+    assert eventually(lambda: job.status().state is JobState.RUNNING)
+    job.checkpoint()
+    assert printed(job) == "checkpoint"
+    job.stop()
+    status = job.wait(20)
+    assert status.state is JobState.DONE and status.step and status.step > 1
+    assert status.reason == f"stopped on request at step {status.step}"
+
+
+def test_left_over_of_an_older_attempt_cannot_write(tmp_path, mark):
+    job = local.submit(spec(tmp_path, SLEEP, 1))
+    left_over = supervisor(job)
+    state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)  # from a host that has given attempt 1 up
+    assert left_over.send_signal(signal.SIGTERM)
+    assert eventually(lambda: not processes(mark))
+    assert read_exit(tmp_path) is None and read_state(tmp_path) == state_of_2
+    assert "could not be recorded" in (tmp_path / "logs" / "attempt_01_supervisor.log").read_text()
+    assert job.status().attempt == 2
+
+
+def test_follow_yields_lines_as_they_come_and_the_last_one_without_its_end(tmp_path):
+    code = f"import sys\nprint('first')\n{until(tmp_path / 'go')}print('second')\nsys.stdout.write('rest')"
+    job = local.submit(spec(tmp_path, code, 1))
+    lines = job.follow(poll_s=0.05)
+    assert next(lines) == "first" and not job.status().state.is_final
+    (tmp_path / "go").touch()
+    assert list(lines) == ["second", "rest"]
+
+
+def test_wait_gives_up_aloud_and_the_job_goes_on(tmp_path):
+    job = local.submit(spec(tmp_path, until(tmp_path / "go")))
+    with pytest.raises(TimeoutError, match="still starting"):
+        job.wait(0.05)
+    (tmp_path / "go").touch()
+    assert job.wait(20).state is JobState.DONE
+
+
+@pytest.mark.parametrize(
+    "word", ["a b", "it's", 'say "no"', "$HOME `id` \\", "Zürich 東京 🚀", "two\nlines", "-rf", "*;&|"]
+)
+def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
+    directory = tmp_path / word
+    directory.mkdir()
+    code = "import os, sys; found = [os.environ['WORD'], sys.argv[1], os.path.basename(os.getcwd())]\n"
+    code += "print(found == 3 * [eval(sys.argv[2])])"
+    job = JobSpec(
+        name="odd", run_dir=str(directory / "run"), argv=(*FAST, code, word, ascii(word)), num_processes=1,
+        environment={"WORD": word}, working_directory=str(directory),
+    )  # fmt: skip
+    handle = local.submit(job)
+    assert handle.wait(20).state is JobState.DONE and handle.logs() == "True\n"
+    script = directory / "run" / "submit.sh"
+    subprocess.run(["bash", script], check=True, stdout=subprocess.DEVNULL)  # by hand: the next attempt
+    assert handle.status().attempt == 2 and handle.logs() == "True\n"
+
+
+def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
+    job = local.submit(spec(tmp_path, "print('up')"))
+    job.wait(20)
+    job.spec.replace(argv=[*FAST, f"print('up')\n{SLEEP}"]).write(tmp_path / "job.json")
+    with subprocess.Popen(["bash", tmp_path / "submit.sh"], stdout=subprocess.PIPE, process_group=0) as script:
+        assert eventually(lambda: (tmp_path / "logs" / "attempt_02_rank_00001.log").exists()) and printed(job, 1)
+        os.killpg(script.pid, signal.SIGINT)
+        assert script.wait(20) == 130
+    assert job.status().reason == "cancelled by SIGINT"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"argv": ("no-such-program",)}, "no-such-program"),
+        ({"argv": ("./train.sh",)}, "not an executable"),
+        ({"working_directory": "/no/such/directory"}, "not a directory"),
+        ({"num_processes": 3072}, "at most 256"),
+        ({"num_nodes": 2}, "another site"),
+    ],
+)
+def test_impossible_job_is_refused_before_anything_is_written(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        local.submit(spec(tmp_path / "run", "pass").replace(**change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_start_that_fails_says_so_and_leaves_the_truth(tmp_path):
+    program = tmp_path / "program"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    with pytest.raises(JobError, match="attempt 1 could not be started: rank 0 could not be started.*program"):
+        local.submit(spec(tmp_path / "run", "").replace(argv=[str(program)]))
+    status = Job.attach(tmp_path / "run").status()
+    assert status.state is JobState.FAILED and "rank 0 could not be started" in status.reason
+
+
+def test_unusable_run_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(JobError, match="file"):
+        local.submit(spec(tmp_path / "file", "pass"))
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(JobError, match="no job here"):
+        Job.attach(tmp_path)
+
+
+def test_ten_launches_leave_no_process_no_zombie_and_no_descriptor(tmp_path):
+    descriptors, start = len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_CHILDREN)
+    for attempt in range(1, 11):
+        job = local.submit(spec(tmp_path, "pass"))
+        assert job.wait(20, poll_s=0.02).attempt == attempt
+        assert job.status().state is JobState.DONE
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+    assert not children.split(), "the submitting process has zombies"
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (used.ru_utime + used.ru_stime - start.ru_utime - start.ru_stime) / 10 < 0.3, "CPU seconds per submission"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_torch_ranks_find_each_other_on_the_reserved_port(tmp_path):
+    code = (
+        "import torch, torch.distributed as dist; dist.init_process_group('gloo'); x = torch.ones(1)\n"
+        "dist.all_reduce(x); print(int(x), flush=True); dist.destroy_process_group()"
+    )
+    job = local.submit(spec(tmp_path, "").replace(argv=[sys.executable, "-c", code]))
+    assert job.wait(60).state is JobState.DONE, job.logs()
+    assert job.logs(0) == job.logs(1) == "2\n"

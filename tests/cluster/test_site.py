@@ -1,0 +1,127 @@
+"""Site files: what ships loads, numbers carry their source, and nonsense is refused with a readable message."""
+
+import os
+
+import pytest
+
+from cluster.record import ConfigError
+from cluster.site import Fact, Site
+
+SMALL = """
+name = "small"
+description = "two devices"
+scheduler = "slurm"
+devices_per_node = 2
+[device]
+name = "chip"
+[device.peak_flops_per_s]
+bf16 = {{ value = {value}, source = "sheet", error = {error} }}
+"""
+
+
+def write_site(directory, text):
+    file = directory / "small.toml"
+    file.write_text(text)
+    return file
+
+
+def every_fact(value):
+    if isinstance(value, dict):
+        if {"value", "source"} <= set(value):
+            yield value
+        else:
+            for item in value.values():
+                yield from every_fact(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from every_fact(item)
+
+
+@pytest.mark.parametrize("name", ["laptop", "frontier", "trn1.32xlarge"])
+def test_packaged_site_round_trips_and_every_number_has_a_source(name):
+    site = Site.load(name)
+    assert site.name == name
+    assert Site.from_json(site.to_json()) == site
+    assert all(len(fact["source"]) > 10 for fact in every_fact(site.to_dict()))
+    assert site.device.name in site._repr_html_()
+
+
+def test_names_are_the_packaged_files():
+    assert {"frontier", "laptop", "trn1.32xlarge"} <= set(Site.names())
+
+
+def test_frontier_node_is_four_cards_of_383_teraflops():
+    site = Site.load("frontier")
+    peak = site.peak_flops_per_s("bf16")
+    assert peak is not None and peak * site.devices_per_node == pytest.approx(4 * 383e12)
+    assert peak == site.peak_flops_per_s("fp16")
+    assert site.device.matmul_flops_per_s["bf16"].value < peak
+    assert [link.num_devices for link in site.links.intra_node] == [2, 8]
+
+
+def test_trainium_instance_adds_up_to_its_data_sheet():
+    site = Site.load("trn1.32xlarge")
+    peak, memory = site.peak_flops_per_s("bf16"), site.device.memory_bytes
+    assert peak is not None and peak * site.devices_per_node == pytest.approx(3040e12)
+    assert memory is not None and memory.value * site.devices_per_node == 512 * 2**30
+    bandwidth = site.device.memory_bytes_per_s
+    assert bandwidth is not None and bandwidth.value * site.devices_per_node == pytest.approx(13120 * 2**30)
+    assert site.price_per_node_hour is not None and site.price_per_node_hour.value == 21.5
+
+
+def test_laptop_is_this_machine_and_its_peak_is_unknown_until_measured():
+    site = Site.load("laptop")
+    assert site.devices_per_node == os.cpu_count()
+    assert site.device.memory_bytes is not None and "this machine" in site.device.memory_bytes.source
+    assert site.peak_flops_per_s("fp32") is None
+    measured = site.with_measured_peak("fp32", 1.4e11, "matmul 1024^3, 1 thread")
+    assert measured.peak_flops_per_s("fp32") == 1.4e11
+    assert measured.device.peak_flops_per_s["fp32"].source == "matmul 1024^3, 1 thread"
+    assert site.peak_flops_per_s("fp32") is None, "the site itself must not change"
+    assert measured.peak_flops_per_s("bf16") is None, "a measured fp32 peak says nothing about bf16"
+
+
+@pytest.mark.parametrize("value", ["0", "-1e12", "inf", "nan", "2e17", "true", '"191.5e12"'])
+def test_impossible_peak_is_refused_and_located(tmp_path, value):
+    with pytest.raises(ConfigError, match=r"small\.toml: site\.device\.peak_flops_per_s\.bf16"):
+        Site.load(write_site(tmp_path, SMALL.format(value=value, error=0.1)))
+
+
+@pytest.mark.parametrize("error", ["-0.1", "5", "nan"])
+def test_error_bar_is_a_fraction(tmp_path, error):
+    with pytest.raises(ConfigError, match=r"bf16\.error: .*5 % is 0.05"):
+        Site.load(write_site(tmp_path, SMALL.format(value="1e14", error=error)))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), 1e18])
+def test_impossible_measured_peak_is_refused(value):
+    with pytest.raises(ConfigError):
+        Site.load("laptop").with_measured_peak("fp32", value, "a broken clock")
+
+
+def test_fact_without_source_is_refused():
+    with pytest.raises(ConfigError, match="source"):
+        Fact(value=1.0, source=" ")
+
+
+@pytest.mark.parametrize("name", ["frontir", "../sites/frontier", "", "nowhere.toml", "/"])
+def test_unknown_site_says_what_there_is(name):
+    with pytest.raises(ConfigError, match="frontier"):
+        Site.load(name)
+
+
+def test_misspelt_name_key_and_dtype_get_a_suggestion(tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
+        Site.load("fronteir")
+    with pytest.raises(ConfigError, match="Did you mean 'devices_per_node'"):
+        Site.load(write_site(tmp_path, SMALL.replace("devices_per", "device_per").format(value="1e14", error=0)))
+    with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
+        Site.load("frontier").peak_flops_per_s("bf61")
+    with pytest.raises(ConfigError, match="Did you mean 'bf16'"):
+        Site.load(write_site(tmp_path, SMALL.replace("bf16", "bf_16").format(value="1e14", error=0)))
+
+
+@pytest.mark.parametrize("text", ["name = ", "\x00", 'name = "small"', SMALL.format(value=1, error=0) + "[links]\nx=1"])
+def test_damaged_file_is_refused(tmp_path, text):
+    with pytest.raises(ConfigError, match="small.toml"):
+        Site.load(write_site(tmp_path, text))
