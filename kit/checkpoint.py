@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +90,9 @@ class Checkpoints:
 
         manifest = self.manifest(step)
         _check_same_model(manifest.spec, spec, self.path(step))
-        reader = dcp.FileSystemReader(self.path(step))
-        dcp.load(state, storage_reader=reader, no_dist=not distributed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
+            dcp.load(state, storage_reader=dcp.FileSystemReader(self.path(step)), no_dist=not distributed)
         return manifest
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:

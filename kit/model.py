@@ -11,7 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from kit.plan import Recompute
 from kit.spec import ModelSpec
@@ -114,9 +119,10 @@ class Block(nn.Module):
     def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x_BTH, rotary_2TD)
-        keep = partial(create_selective_checkpoint_contexts, _selective_policy)
-        context = {"context_fn": keep} if self.recompute == "selective" else {}
-        return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, **context)
+        context = partial(create_selective_checkpoint_contexts, _selective_policy)
+        if self.recompute == "full":
+            context = noop_context_fn
+        return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, context_fn=context)
 
     def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD)

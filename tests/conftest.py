@@ -1,5 +1,6 @@
 """Test set-up: one thread per process, since several processes share the cores."""
 
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,11 +34,8 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
 
     folder = tmp_path_factory.mktemp("tiny-data")
     words = "the a of to and in is on loss step layer weight token model train data cut over rank stage".split()
-    lines = [
-        '{"text": "%s"}' % " ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60))
-        for i in range(400)
-    ]
-    (folder / "text.jsonl").write_text("\n".join(lines))
+    texts = [" ".join(words[(i * 7 + j * j * (i % 5 + 1)) % len(words)] for j in range(60)) for i in range(400)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return build_dataset(
         folder / "data", sources=[folder / "text.jsonl"], vocab_size=300, validation_fraction=0.1, progress=False
     )

@@ -5,6 +5,7 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 DEMO = ModelSpec.preset("demo")
+ZBV = {"pipeline_parallel": 2, "schedule": "zbv", "virtual_stages": 2}
 
 
 def test_the_papers_recipes_are_valid():
@@ -14,7 +15,9 @@ def test_the_papers_recipes_are_valid():
     )
     frontier_175b.check(ModelSpec.preset("gpt-175b"), 128)
     assert frontier_175b.num_microbatches == 320
-    frontier_1t = frontier_175b.replace(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, global_batch_size=9600)
+    frontier_1t = frontier_175b.replace(
+        tensor_parallel=8, pipeline_parallel=64, data_parallel=6, global_batch_size=9600
+    )
     frontier_1t.check(ModelSpec.preset("gpt-1t"), 3072)
     hlat_7b = Plan(tensor_parallel=8, data_parallel=256, sequence_parallel=True, global_batch_size=1024)
     hlat_7b.check(ModelSpec.preset("hlat-7b"), 2048)
@@ -37,7 +40,7 @@ def test_the_papers_recipes_are_valid():
         ({"pipeline_parallel": 2, "schedule": "interleaved"}, "needs at least 2 stages a device, got 1"),
         ({"pipeline_parallel": 2, "virtual_stages": 2}, "schedule '1f1b' has 1 stage a device, got 2"),
         (
-            {"pipeline_parallel": 2, "schedule": "zbv", "virtual_stages": 2, "global_batch_size": 2},
+            {**ZBV, "global_batch_size": 2},
             "schedule 'zbv' needs at least 3 micro-batches, got 2",
         ),
         (
@@ -45,12 +48,12 @@ def test_the_papers_recipes_are_valid():
             "needs the 3 micro-batches to be a multiple of pipeline_parallel 2",
         ),
         (
-            {"pipeline_parallel": 2, "schedule": "zbv", "virtual_stages": 2, "global_batch_size": 4, "recompute": "full"},
+            {**ZBV, "global_batch_size": 4, "recompute": "full"},
             "plan.recompute: 'full' with schedule 'zbv' is not allowed",
         ),
         (
-            {"pipeline_parallel": 2, "schedule": "zero_bubble", "virtual_stages": 2, "global_batch_size": 4, "zero_stage": 3},
-            "plan.zero_stage: 3 with schedule 'zero_bubble' is not allowed",
+            {**ZBV, "global_batch_size": 4, "zero_stage": 3},
+            "plan.zero_stage: 3 with schedule 'zbv' is not allowed",
         ),
     ],
 )  # fmt: skip

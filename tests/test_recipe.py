@@ -17,7 +17,7 @@ def test_warm_up_is_linear_and_ends_at_the_peak():
 
 
 def test_clamped_cosine_meets_its_floor_where_hlats_scheduler_does():
-    """max(floor, cosine) over 498,000 steps after warm-up reaches a tenth of the peak near step 397,994 + 2,000 x 0.2."""
+    """max(floor, cosine) over the 498,000 steps after warm-up; HLAT states step 397,994 for a cosine from step 0."""
     first = next(step for step in range(390_000, 410_000) if HLAT_7B.learning_rate_at(step) == 3e-5)
     assert first == math.ceil(2000 + 498_000 * math.acos(-0.8) / math.pi)
     assert HLAT_7B.learning_rate_at(500_000) == 3e-5

@@ -17,7 +17,9 @@ def test_published_parameter_counts(name):
     assert ModelSpec.preset(name).num_params == KNOWN_PARAMS[name]
 
 
-@pytest.mark.parametrize(("name", "billions"), [("gpt-1.4b", 1.4), ("gpt-22b", 22), ("gpt-175b", 175), ("gpt-1t", 1008)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("gpt-1.4b", 1.4), ("gpt-22b", 22), ("gpt-175b", 175), ("gpt-1t", 1008)]
+)
 def test_frontier_models_have_the_size_of_their_name(name, billions):
     assert ModelSpec.preset(name).num_params / 1e9 == pytest.approx(billions, rel=0.01)
 

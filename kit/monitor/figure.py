@@ -9,7 +9,9 @@ import numpy as np
 from kit.metrics import Metrics
 from kit.run import Run
 
-EMA_STEPS = 10
+EMA_STEPS = 5
+BLUE, VERMILION, GREEN, GREY = "#0072B2", "#B34D00", "#007A5A", "#666666"
+"""Written out, since a cycle's C0, C1 are looked up when the figure is saved, outside its style."""
 
 
 def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
@@ -58,20 +60,20 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
     axis.set_title("Loss, nats per token")
-    axis.plot(table["step"], table["loss"], color="C0", alpha=0.3, linewidth=0.8)
-    axis.plot(table["step"], table["loss_ema"], color="C0", label=f"training (average of ~{EMA_STEPS} steps)")
+    axis.plot(table["step"], table["loss"], color=BLUE, alpha=0.3, linewidth=0.8)
+    axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training (average of ~{EMA_STEPS} steps)")
     held_out = ~np.isnan(table["validation_loss"])
     if held_out.any():
         axis.plot(
             table["step"][held_out],
             table["validation_loss"][held_out],
             "o",
-            color="C1",
+            color=VERMILION,
             markerfacecolor="white",
             label="held-out text",
         )
     for name, loss in baselines.items():
-        axis.axhline(loss, color="#777777", linestyle=(0, (4, 3)), linewidth=1)
+        axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
         axis.annotate(
             f"{name} {loss:.2f}",
             (1, loss),
@@ -79,7 +81,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
             xytext=(-2, 3),
             textcoords="offset points",
             ha="right",
-            color="#555555",
+            color=GREY,
             fontsize=8,
         )
     axis.legend(loc="upper right", bbox_to_anchor=(1, 0.93) if baselines else None)
@@ -87,33 +89,33 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
-    axis.plot(table["step"], scale * table[name], ".", color="C2", alpha=0.35, markersize=3)
+    axis.plot(table["step"], scale * table[name], ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
         median = scale * float(np.median(table[name][here]))
-        axis.plot(table["step"][here][[0, -1]], [median, median], color="C2")
+        axis.plot(table["step"][here][[0, -1]], [median, median], color=GREEN)
         text = f"{median:.1f} %" if name == "mfu" else f"{median:,.0f}"
         axis.annotate(text, (table["step"][here].mean(), median), xytext=(0, 4), textcoords="offset points",
-                      ha="center", color="C2")  # fmt: skip
+                      ha="center", color=GREEN)  # fmt: skip
     if name == "mfu":
-        axis.set_title(f"MFU, % of {run.site.name} peak ({run.plan.precision})")
+        axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         top = np.nanmax(scale * table[name], initial=1)
         axis.set_ylim(0, min(100, 10 * math.ceil(1.15 * top / 10)))
     else:
-        axis.set_title("Tokens per second (peak unknown: no MFU)")
+        axis.set_title("Tokens/s (no MFU: peak unknown)")
         axis.set_ylim(bottom=0)
 
 
 def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
     for attempt in np.unique(table["attempt"])[1:]:
         first = table["step"][table["attempt"] == attempt][0]
-        axis.axvline(first - 0.5, color="#999999", linewidth=0.8, linestyle=":")
+        axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
         axis.annotate(
             f"attempt {attempt}",
             (first - 0.5, 0),
             xycoords=("data", "axes fraction"),
             xytext=(3, 4),
             textcoords="offset points",
-            color="#777777",
+            color=GREY,
             fontsize=7.5,
         )

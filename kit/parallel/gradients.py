@@ -10,9 +10,9 @@ from torch.nn import Parameter
 def settle(parameters: list[Parameter]) -> None:
     """Adds up gradients that ranks of an axis still hold in parts (norms under sequence parallelism), in place."""
     for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        gradient, wanted = parameter.grad, getattr(parameter, "placements", None)
+        if isinstance(gradient, DTensor) and gradient.placements != wanted:
+            parameter.grad = gradient.redistribute(placements=wanted)
 
 
 def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup | None) -> Tensor:
@@ -23,7 +23,7 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
     """
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for group in group_parameters([p for p in parameters if p.grad is not None]):
-        square = torch.nn.utils.get_total_norm([local(p.grad) for p in group]).float() ** 2
+        square = torch.nn.utils.get_total_norm(local_gradients(group)).float() ** 2
         if isinstance(group[0], DTensor):
             for axis, placement in enumerate(group[0].placements):
                 if not placement.is_replicate() and group[0].device_mesh.size(axis) > 1:
@@ -37,7 +37,7 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
 def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:
     """Scales all gradients by limit / norm where the norm is above the limit, in place."""
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], scale)
+    torch._foreach_mul_(local_gradients(parameters), scale)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
@@ -49,15 +49,20 @@ def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
     return list(groups.values())
 
 
+def local_gradients(parameters: list[Parameter]) -> list[Tensor]:
+    """Returns this rank's part of each gradient that exists."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a tensor: the local shard of a DTensor, a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def reduce_tied(weight: Parameter | None, group: dist.ProcessGroup | None) -> None:
+def reduce_tied(weight: Parameter | None, group: dist.ProcessGroup) -> None:
     """Adds up the gradients of one weight that the first and the last pipeline stage both hold, in place.
 
     Must be called by the ranks of both stages; ranks without the weight pass None.
     """
-    if weight is not None and group is not None:
+    if weight is not None and weight.grad is not None:
         dist.all_reduce(local(weight.grad), group=group)

@@ -1,0 +1,43 @@
+# make demo | test | lab | gallery | bench | check     Each sets up .venv by itself; nothing outside this folder changes.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test pytest check lab gallery bench clean
+
+demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
+	$(BIN)/python -m kit.demo
+
+test: check pytest  ## everything that CI runs
+
+pytest: .venv/dev-installed
+	$(BIN)/python -m pytest -q --durations=15
+
+check: .venv/dev-installed  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+lab: .venv/demo-installed  ## the notebooks in a browser
+	$(BIN)/jupyter lab notebooks
+
+gallery: .venv/demo-installed  ## execute all notebooks and refresh notebooks/gallery
+	$(BIN)/python -m kit.demo --gallery
+
+bench: .venv/dev-installed  ## measure, and write results/*.json
+	$(BIN)/python -m kit.bench
+
+clean:
+	rm -rf .venv build results runs data
+
+# On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) pip takes it; else the CUDA one.
+.venv/demo-installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -e ".[eval]"
+	touch $@
+
+.venv/dev-installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -e ".[deepspeed,eval,plan,wandb,dev]"
+	touch $@ .venv/demo-installed

@@ -1,0 +1,165 @@
+"""Corpus: the documents of some sources, in a fixed order, exact duplicates dropped."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cluster.record import Record, field_doc, suggestion
+from kit.data.installed import DEFAULT_BYTES, installed_files
+from kit.data.readers import FORMATS, read_texts
+from kit.errors import DataError
+
+LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of text."""
+
+SourcePaths = str | Path | Sequence[str | Path]
+SourceFiles = list[tuple[str, list[tuple[Path, str]]]]
+"""Per source its name and its files, each as (path, name)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source(Record):
+    """One source of text and what it held when the dataset was built."""
+
+    name: str = field_doc("file, folder, or group of the default corpus")
+    files: int = field_doc("number of files")
+    size_bytes: int = field_doc("their size on disk")
+    sha256: str = field_doc("hash over the names and the hashes of the files")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Document:
+    """One document; `digest` is the hash of its UTF-8 text, `num_bytes` the length of that."""
+
+    name: str
+    text: str
+    num_bytes: int
+    digest: bytes
+
+    def draw(self, purpose: str) -> float:
+        """Returns a number in [0, 1) that depends on the document's text and on `purpose` alone."""
+        value = hashlib.blake2b(purpose.encode() + self.digest, digest_size=7).digest()
+        return int.from_bytes(value, "big") / 2.0**56
+
+
+class Corpus:
+    """The documents of some sources; every iteration reads them again, in the same order.
+
+    After an iteration, `num_duplicates`, `num_empty` and `skipped` say what was left out of it.
+    """
+
+    def __init__(
+        self, sources: SourcePaths | None = None, max_bytes: int | None = None, skip_corrupt: bool = False
+    ) -> None:
+        """Finds the files and hashes them.
+
+        Args:
+            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl and
+                .parquet: one per row, in `text`). None is the default corpus of this Python installation.
+            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
+            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
+                always does: nobody here answers for the files of other people's packages.
+
+        Raises:
+            DataError: a source does not exist, is of an unknown format, or holds no files.
+        """
+        if max_bytes is not None and max_bytes <= 0:
+            raise DataError(f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no limit.")
+        if sources is None:
+            self.max_bytes = max_bytes or DEFAULT_BYTES
+            groups = installed_files(self.max_bytes)
+        else:
+            self.max_bytes = max_bytes
+            groups = _local_files(sources)
+        self.sources = tuple(_source(name, files) for name, files in groups)
+        self.num_duplicates = self.num_empty = 0
+        self.skipped: list[str] = []
+        self._files = [file for _, files in groups for file in files]
+        self._skip_corrupt = skip_corrupt or sources is None
+
+    def __iter__(self) -> Iterator[Document]:
+        """Yields the documents.
+
+        Raises:
+            DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names it.
+        """
+        self.num_duplicates = self.num_empty = 0
+        self.skipped = []
+        seen: set[bytes] = set()
+        total = 0
+        for path, file_name in self._files:
+            for name, text in read_texts(path, file_name, self._report):
+                document = self._document(name, text)
+                if document is None:
+                    continue
+                if document.digest in seen:
+                    self.num_duplicates += 1
+                    continue
+                total += document.num_bytes
+                if self.max_bytes is not None and total > self.max_bytes:
+                    return
+                seen.add(document.digest)
+                yield document
+
+    def _document(self, name: str, text: str) -> Document | None:
+        if not text.strip():
+            self.num_empty += 1
+            return None
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            return self._report(name, f"not text: half a surrogate pair at character {error.start}")
+        if len(data) > LARGEST_DOCUMENT_BYTES:
+            reason = f"one document of {len(data):,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
+            return self._report(name, reason)
+        return Document(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
+
+    def _report(self, place: str, reason: str) -> None:
+        if not self._skip_corrupt:
+            raise DataError(f"{place}: {reason}. Repair or remove it, or leave such documents out: skip_corrupt=True.")
+        self.skipped.append(f"{place}: {reason}")
+
+
+def _local_files(sources: SourcePaths) -> SourceFiles:
+    """Returns the files of local sources: a file is itself, a folder all files of a known format below it.
+
+    Raises:
+        DataError: a source is missing, of an unknown format, or a folder without such files; or there is no source.
+    """
+    paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
+    if not paths:
+        raise DataError("sources: the list is empty. Give files or folders, or None for the default corpus.")
+    groups = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
+            files = [(file, file.relative_to(path.parent).as_posix()) for file in found if not _hidden(file, path)]
+            if not files:
+                raise DataError(f"{path}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}.")
+        elif not path.exists():
+            raise DataError(f"{path}: no such file or folder.")
+        elif path.suffix not in FORMATS:
+            raise DataError(f"{path}: cannot read this format. {suggestion(path.suffix, FORMATS)}")
+        else:
+            files = [(path, path.name)]
+        groups.append((path.name, files))
+    return groups
+
+
+def _hidden(file: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
+def _source(name: str, files: list[tuple[Path, str]]) -> Source:
+    """Returns the record of a source; a file that cannot be opened counts as empty and is reported when it is read."""
+    total, size_bytes = hashlib.sha256(), 0
+    for path, file_name in files:
+        try:
+            size_bytes += path.stat().st_size
+            with path.open("rb") as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except OSError as error:
+            digest = str(error.strerror)
+        total.update(f"{file_name} {digest}\n".encode())
+    return Source(name=name, files=len(files), size_bytes=size_bytes, sha256=total.hexdigest())

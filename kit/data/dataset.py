@@ -1,0 +1,211 @@
+"""Dataset: a folder of token files, held-out text and the tokenizer that made them. It stands alone.
+
+dataset.json, train.bin/.idx, validation.bin/.idx, validation.jsonl, tokenizer.json or tokenizer.model.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from cluster.record import Record, field_doc, html_table
+from kit.data.corpus import Source
+from kit.data.token_file import TokenFile, rebuild_hint
+from kit.data.tokenizer import Tokenizer, read_tokenizer
+from kit.errors import DataError
+
+FORMAT = 1
+DESCRIPTION = "dataset.json"
+VALIDATION_TEXT = "validation.jsonl"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Record):
+    """What a dataset was asked to be; the same settings give the same files."""
+
+    sources: tuple[Source, ...] = field_doc("where the text came from")
+    tokenizer_sha256: str | None = field_doc("hash of the tokenizer's file; null: trained on the text")
+    vocab_size: int = field_doc("entries of the vocabulary")
+    max_bytes: int | None = field_doc("bytes of text to stop at; null: no limit")
+    validation_fraction: float = field_doc("share of the documents held out")
+    seed: int = field_doc("which documents are held out")
+
+    def differences(self, other: Self) -> list[str]:
+        """Returns one line per field that differs: name, value here, value there."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "sources"]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs.append(("sources", _summary(self.sources), _summary(other.sources)))
+        return [f"{name}: {mine} there, {theirs} asked" for name, mine, theirs in pairs if mine != theirs]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split(Record):
+    """The size of the training or the held-out part."""
+
+    documents: int = field_doc("whole documents")
+    tokens: int = field_doc("with one end-of-text token per document")
+    text_bytes: int = field_doc("bytes of their UTF-8 text")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredFile(Record):
+    """A file of the dataset folder."""
+
+    name: str = field_doc("file name")
+    size_bytes: int = field_doc("its size")
+    sha256: str = field_doc("its hash")
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        """Returns the record of a file as it is now."""
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return cls(name=file.name, size_bytes=file.stat().st_size, sha256=digest)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetInfo(Record):
+    """What dataset.json holds."""
+
+    format: int = field_doc("version of this layout")
+    settings: Settings = field_doc("what was asked")
+    tokenizer_file: str = field_doc("name of the tokenizer's file")
+    tokenizer_sha256: str = field_doc("its hash")
+    vocab_size: int = field_doc("token ids are below this")
+    eos_id: int = field_doc("token that ends every document")
+    dtype: str = field_doc("type of a stored token")
+    train: Split = field_doc("what a model is trained on")
+    validation: Split = field_doc("what is held out")
+    duplicates: int = field_doc("exact duplicates left out")
+    empty: int = field_doc("documents without text left out")
+    skipped: tuple[str, ...] = field_doc("what could not be read: place and reason")
+    files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
+
+
+class ValidationDocument(NamedTuple):
+    """A held-out document; `tokens` counts its end-of-text token, `num_bytes` its UTF-8 text."""
+
+    name: str
+    text: str
+    tokens: int
+    num_bytes: int
+
+
+class Baseline(NamedTuple):
+    """The cross-entropy of a reference model on the held-out tokens."""
+
+    nats_per_token: float
+    bits_per_byte: float
+
+
+class Dataset:
+    """A dataset folder, opened for reading."""
+
+    def __init__(self, directory: Path, info: DatasetInfo) -> None:
+        self.directory = directory
+        self.info = info
+        self.train = TokenFile(directory / "train")
+        self.validation = TokenFile(directory / "validation")
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Self:
+        """Returns the dataset in a folder. Checks that its files are there in full length, not their content.
+
+        Raises:
+            DataError: the folder is no dataset, or a file is missing or of the wrong size.
+            ConfigError: dataset.json is damaged.
+        """
+        directory = Path(directory)
+        if not (directory / DESCRIPTION).is_file():
+            raise DataError(f"{directory}: not a dataset ({DESCRIPTION} is missing). {rebuild_hint(directory)}")
+        info = DatasetInfo.read(directory / DESCRIPTION)
+        if info.format != FORMAT:
+            found = f"{directory}: format {info.format}, this version reads {FORMAT}."
+            raise DataError(f"{found} {rebuild_hint(directory)}")
+        for stored in info.files:
+            file = directory / stored.name
+            size = f"{file.stat().st_size:,}" if file.exists() else "no file"
+            if size != f"{stored.size_bytes:,}":
+                expected = f"expected {stored.size_bytes:,} bytes, found {size}"
+                raise DataError(f"{file}: {expected}. {rebuild_hint(directory)}")
+        return cls(directory, info)
+
+    def verify(self) -> None:
+        """Reads every file and compares its hash with the one stored when it was built.
+
+        Raises:
+            DataError: a file has changed since.
+        """
+        for stored in self.info.files:
+            found = StoredFile.of(self.directory / stored.name)
+            if found != stored:
+                differs = f"expected sha256 {stored.sha256[:12]}..., found {found.sha256[:12]}..."
+                raise DataError(f"{self.directory / stored.name}: changed: {differs}. {rebuild_hint(self.directory)}")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.info.vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self.info.eos_id
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer stored with the tokens."""
+        return read_tokenizer(self.directory / self.info.tokenizer_file, self.eos_id)
+
+    def validation_documents(self) -> Iterator[ValidationDocument]:
+        """Yields the held-out documents, in the order of the validation token file."""
+        with (self.directory / VALIDATION_TEXT).open(encoding="utf-8") as lines:
+            for line in lines:
+                yield ValidationDocument(**json.loads(line))
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """Returns a loss on the held-out tokens, in nats per token, as bits per byte of their text.
+
+        Comparable between tokenizers, as a loss per token is not.
+        """
+        held_out = self.info.validation
+        return nats_per_token * held_out.tokens / held_out.text_bytes / math.log(2)
+
+    def unigram_baseline(self) -> Baseline:
+        """Returns the loss of a model that knows only how often each token occurs: what training must beat.
+
+        Frequencies are those of the training tokens, with one added to each count.
+        """
+        return self._unigram_baseline
+
+    @functools.cached_property
+    def _unigram_baseline(self) -> Baseline:
+        counts = self.train.counts(self.vocab_size) + 1
+        log_probability = np.log(counts / counts.sum())
+        held_out = self.validation.counts(self.vocab_size)
+        nats_per_token = float(-(held_out @ log_probability) / held_out.sum())
+        return Baseline(nats_per_token, self.bits_per_byte(nats_per_token))
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self.directory)!r}, {self.info.train.tokens:,} tokens, vocabulary {self.vocab_size:,})"
+
+    def _repr_html_(self) -> str:
+        def size(split: Split) -> str:
+            return f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes / 1e6:.1f} MB"
+
+        info = self.info
+        rows = [
+            ("training", size(info.train)),
+            ("held out", size(info.validation)),
+            ("tokenizer", f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}"),
+            ("sources", _summary(info.settings.sources)),
+            ("left out", f"{info.duplicates} duplicates, {info.empty} empty, {len(info.skipped)} unreadable"),
+        ]
+        return html_table(f"Dataset {self.directory.name}", rows)
+
+
+def _summary(sources: tuple[Source, ...]) -> str:
+    return "; ".join(f"{source.name} ({source.files} files, {source.sha256[:12]})" for source in sources)

@@ -1,0 +1,116 @@
+"""Readers: the documents of one file, whatever its format. Nothing damaged is passed over in silence.
+
+A reader yields `(place, text)` and calls `report(place, reason)` for what it cannot read; `report` decides whether
+that stops the build or is written down and skipped.
+"""
+
+import json
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from cluster.record import suggestion
+from kit.errors import DataError
+
+Report = Callable[[str, str], None]
+Texts = Iterator[tuple[str, str]]
+
+TEXT_COLUMN = "text"
+"""Key of a .jsonl object, or column of a .parquet file, that holds the document."""
+
+
+def read_texts(file: Path, name: str, report: Report) -> Texts:
+    """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if there are several.
+
+    Raises:
+        DataError: the file's format is not known.
+    """
+    reader = reader_of(file)
+    if reader is None:
+        raise DataError(f"{name}: cannot read this format. {suggestion(file.suffix, FORMATS)}")
+    try:
+        yield from reader(file, name, report)
+    except OSError as error:
+        report(name, f"cannot be read ({error.strerror or error})")
+
+
+def reader_of(file: Path) -> Callable[[Path, str, Report], Texts] | None:
+    """Returns the reader for a file, by its name; None when the format is not known."""
+    if file.parts[-2:] == ("pydoc_data", "topics.py"):
+        return _topics
+    if file.name == "METADATA":
+        return _readme
+    return FORMATS.get(file.suffix)
+
+
+def _whole(file: Path, name: str, report: Report) -> Texts:
+    data = file.read_bytes()
+    try:
+        yield name, data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        report(f"{name}:{line}", f"not UTF-8 text (byte {data[error.start]:#04x})")
+
+
+def _readme(file: Path, name: str, report: Report) -> Texts:
+    """Yields the long description of an installed package: what follows the header of its METADATA file."""
+    for place, text in _whole(file, name, report):
+        yield place, text.partition("\n\n")[2]
+
+
+def _topics(file: Path, name: str, report: Report) -> Texts:
+    """Yields the chapters of Python's language reference behind `help("topic")`."""
+    for topic, text in sorted(runpy.run_path(str(file))["topics"].items()):
+        yield f"{name}:{topic}", text
+
+
+def _jsonl(file: Path, name: str, report: Report) -> Texts:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            place = f"{name}:{number}"
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                report(place, f"not valid JSON ({error})")
+                continue
+            text = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
+            if isinstance(text, str):
+                yield place, text
+            else:
+                keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                report(place, f"no string under the key {TEXT_COLUMN!r} (found: {keys})")
+
+
+def _parquet(file: Path, name: str, report: Report) -> Texts:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if TEXT_COLUMN not in table.schema_arrow.names:
+                report(name, f"no column {TEXT_COLUMN!r} (found: {', '.join(table.schema_arrow.names)})")
+                return
+            for batch in table.iter_batches(batch_size=1024, columns=[TEXT_COLUMN]):
+                for cell in batch.column(0):
+                    number += 1
+                    yield from _cell(cell, f"{name}:row {number}", report)
+    except pyarrow.ArrowException as error:
+        report(f"{name}:row {number + 1}", f"damaged Parquet file ({str(error).splitlines()[0]})")
+
+
+def _cell(cell, place: str, report: Report) -> Texts:
+    try:
+        text = cell.as_py()
+    except UnicodeDecodeError:
+        report(place, "not UTF-8 text")
+        return
+    if isinstance(text, str):
+        yield place, text
+    else:
+        report(place, f"{TEXT_COLUMN!r} holds {type(text).__name__}, not a string")
+
+
+FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, ".jsonl": _jsonl, ".parquet": _parquet}

@@ -1,0 +1,191 @@
+"""Token files: Megatron's `.bin` (the tokens, flat) and `.idx` (where documents begin), written and memory-mapped.
+
+Layout of `.idx`, little-endian: magic, u64 version 1, u8 type code, u64 sequences, u64 length of the document index,
+then i32 lengths and i64 byte offsets of the sequences, then the i64 document index: the first sequence of each
+document and, last, the number of sequences. Here every document is one sequence.
+
+Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files are equal to its own, byte for byte.
+"""
+
+import functools
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from kit.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+LARGEST_UINT16_VOCAB = 65_536
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Returns the type that stores a token: uint16 while the vocabulary fits, else int32."""
+    return np.dtype(np.uint16 if vocab_size <= LARGEST_UINT16_VOCAB else np.int32)
+
+
+def rebuild_hint(directory: Path) -> str:
+    """Returns the tail of an error message about a damaged dataset: how to make it again."""
+    return f"Build it again: kit data build {directory} --overwrite"
+
+
+class TokenFileWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, document by document; the files get their names when it closes.
+
+    A context manager: after an exception inside, no file is left.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+        """Opens the files.
+
+        Args:
+            prefix: path of both files without their suffix.
+            vocab_size: every token must be below it; it decides the type.
+        """
+        self.num_tokens = 0
+        self._bin, self._idx = _paths(Path(prefix))
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._lengths: list[int] = []
+        self._stream = _partial(self._bin).open("wb")
+
+    def add(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Appends one document.
+
+        Raises:
+            DataError: a token is negative or not below the vocabulary.
+        """
+        array = np.asarray(tokens)
+        if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
+            outside = array.min() if array.min() < 0 else array.max()
+            raise DataError(
+                f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the vocabulary "
+                f"of {self._vocab_size:,}. Use the tokenizer that this vocabulary size belongs to."
+            )
+        self._stream.write(array.astype(self._dtype, copy=False).tobytes())
+        self._lengths.append(array.size)
+        self.num_tokens += array.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self._stream.close()
+        if error_type is not None:
+            _partial(self._bin).unlink(missing_ok=True)
+            return
+        _partial(self._idx).write_bytes(self._index())
+        os.replace(_partial(self._bin), self._bin)
+        os.replace(_partial(self._idx), self._idx)
+
+    def _index(self) -> bytes:
+        lengths = np.array(self._lengths, dtype=np.int64)
+        ends = np.cumsum(lengths) * self._dtype.itemsize
+        code = next(code for code, dtype in TYPE_CODES.items() if dtype == self._dtype)
+        return b"".join(
+            (
+                HEADER.pack(MAGIC, VERSION, code, lengths.size, lengths.size + 1),
+                lengths.astype("<i4").tobytes(),
+                (ends - lengths * self._dtype.itemsize).astype("<i8").tobytes(),
+                np.arange(lengths.size + 1, dtype="<i8").tobytes(),
+            )
+        )
+
+
+class TokenFile:
+    """A memory-mapped token file: `tokens` is all of it, flat; `document(i)` is one document."""
+
+    def __init__(self, prefix: str | Path) -> None:
+        """Opens `PREFIX.bin` and `PREFIX.idx`; checks header and sizes, without reading the tokens.
+
+        Raises:
+            DataError: a file is missing, empty, truncated, too long, or not in this format.
+        """
+        self.prefix = Path(prefix)
+        self._bin, idx = _paths(self.prefix)
+        size = _size(idx, at_least=HEADER.size)
+        with idx.open("rb") as stream:
+            magic, version, code, num_sequences, index_length = HEADER.unpack(stream.read(HEADER.size))
+        if magic != MAGIC or version != VERSION or code not in TYPE_CODES:
+            raise DataError(
+                f"{idx}: not a Megatron index: found magic {magic!r}, version {version}, type code {code}; "
+                f"expected {MAGIC!r}, {VERSION}, one of {sorted(TYPE_CODES)}. {rebuild_hint(idx.parent)}"
+            )
+        expected = HEADER.size + 12 * num_sequences + 8 * index_length
+        if size != expected:
+            raise _wrong_size(idx, f"{expected:,}", size)
+        if num_sequences == 0 or index_length == 0:
+            raise DataError(f"{idx}: holds no documents. {rebuild_hint(idx.parent)}")
+        self.dtype = np.dtype(TYPE_CODES[code])
+        raw = np.memmap(idx, mode="r", offset=HEADER.size)
+        self._lengths = raw[: 4 * num_sequences].view("<i4")
+        self._offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8")
+        self._document_index = raw[12 * num_sequences :].view("<i8")
+        expected = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        if (size := _size(self._bin, at_least=1)) != expected:
+            raise _wrong_size(self._bin, f"{expected:,}", size)
+        self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.size
+
+    @property
+    def num_documents(self) -> int:
+        return self._document_index.size - 1
+
+    @functools.cached_property
+    def document_starts(self) -> np.ndarray:
+        """The position of each document's first token, and the number of tokens: int64 [num_documents + 1].
+
+        Raises:
+            DataError: the index is damaged: documents overlap, or do not cover the tokens.
+        """
+        offsets = np.append(self._offsets, self.num_tokens * self.dtype.itemsize)
+        sequences = self._document_index
+        whole = sequences[0] == 0 and sequences[-1] == self._lengths.size and np.all(np.diff(sequences) >= 0)
+        dense = offsets[0] == 0 and np.array_equal(np.diff(offsets), self._lengths * np.int64(self.dtype.itemsize))
+        if not (whole and dense):
+            idx = _paths(self.prefix)[1]
+            raise DataError(f"{idx}: damaged: its documents do not cover {self._bin.name}. {rebuild_hint(idx.parent)}")
+        return offsets[sequences] // self.dtype.itemsize
+
+    def document(self, index: int) -> np.ndarray:
+        """Returns the tokens of one document (a view of the file)."""
+        return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """Returns how often each token occurs: int64 [vocab_size]."""
+        chunk = 1 << 22
+        pieces: Iterable[np.ndarray] = (self.tokens[i : i + chunk] for i in range(0, self.num_tokens, chunk))
+        return sum((np.bincount(piece, minlength=vocab_size) for piece in pieces), np.zeros(vocab_size, np.int64))
+
+
+def _paths(prefix: Path) -> tuple[Path, Path]:
+    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
+
+
+def _partial(file: Path) -> Path:
+    return file.with_name(file.name + ".partial")
+
+
+def _size(file: Path, at_least: int) -> int:
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError as error:
+        raise DataError(f"{file}: no such file. {rebuild_hint(file.parent)}") from error
+    if size < at_least:
+        raise _wrong_size(file, f"at least {at_least:,}", size)
+    return size
+
+
+def _wrong_size(file: Path, expected: str, found: int) -> DataError:
+    return DataError(
+        f"{file}: truncated or damaged: expected {expected} bytes, found {found:,}. {rebuild_hint(file.parent)}"
+    )

@@ -1,0 +1,227 @@
+"""Tokenizers: one small interface over `tokenizers` and `sentencepiece`, and a byte-level BPE trained on the corpus.
+
+Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kit.errors import DataError, MissingPackageError
+
+END_OF_TEXT = "<|endoftext|>"
+DEFAULT_VOCAB_SIZE = 4096
+SMALLEST_VOCAB_SIZE = 257
+"""256 bytes and the end-of-text token."""
+KNOWN_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data` is the file."""
+
+    file_name: str
+    data: bytes
+    sha256: str
+    vocab_size: int
+    eos_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, nothing added; text that spells a special token is ordinary text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns `encode` of each text, on all cores."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of some ids; a character cut in half becomes U+FFFD."""
+        ...
+
+
+class BytePairTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library."""
+
+    file_name = "tokenizer.json"
+
+    def __init__(self, data: bytes, eos_id: int | None = None, eos_token: str | None = None) -> None:
+        """Reads a tokenizer.json; the end-of-text token is `eos_id`, or `eos_token`, or the first known name it has.
+
+        Raises:
+            DataError: not a tokenizer.json, or it has no end-of-text token.
+        """
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{self.file_name}: not a file of the tokenizers library ({error}).") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Source files quote special tokens; as text they must not become the real ones.
+        self._tokenizer.encode_special_tokens = True
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.data = data
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model`.
+
+    It is read by sentencepiece itself: other libraries' conversions of these files give other ids on some texts.
+    """
+
+    file_name = "tokenizer.model"
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise MissingPackageError("sentencepiece", "eval", "Reading a sentencepiece .model") from error
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(data)
+        except RuntimeError as error:
+            raise DataError(f"{self.file_name}: not a sentencepiece model ({error}).") from error
+        self.data = data
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self.vocab_size = self._processor.vocab_size()
+        self.eos_id = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise DataError(
+                f"{self.file_name}: this sentencepiece model has no end-of-sentence token; train one with it."
+            )
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts), num_threads=-1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._processor.decode([int(i) for i in ids])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE) -> BytePairTokenizer:
+    """Returns a byte-level BPE of exactly `vocab_size` entries: `<|endoftext|>` (id 0), 256 bytes, then merges.
+
+    Any text round-trips, since bytes are the alphabet. Digits are separate tokens.
+
+    Raises:
+        DataError: `vocab_size` is below 257, or the texts are too few for so many entries.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < SMALLEST_VOCAB_SIZE:
+        raise DataError(
+            f"vocab_size: {vocab_size} is not allowed. Give at least {SMALLEST_VOCAB_SIZE} (bytes and eos)."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    pieces = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(pieces)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found = tokenizer.get_vocab_size()
+    if found != vocab_size:
+        raise DataError(
+            f"vocab_size: {vocab_size} entries asked, but the text yields only {found}. Ask fewer, or add text."
+        )
+    return BytePairTokenizer(tokenizer.to_str().encode(), eos_token=END_OF_TEXT)
+
+
+def load_tokenizer(source: str | Path) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json, a sentencepiece .model, or a Hugging Face folder or hub name.
+
+    Raises:
+        DataError: there is no such tokenizer, it cannot be read, or it has no end-of-text token.
+    """
+    path = Path(source)
+    if path.is_dir():
+        return _load_folder(path)
+    if path.is_file():
+        try:
+            if path.suffix == ".model":
+                return SentencePieceTokenizer(path.read_bytes())
+            return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+    if path.suffix in (".json", ".model"):
+        raise DataError(f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name.")
+    return _load_folder(_download(str(source)))
+
+
+def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
+    """Returns a tokenizer that a dataset stores, with the end-of-text token that the dataset was built with."""
+    data = file.read_bytes()
+    return SentencePieceTokenizer(data) if file.suffix == ".model" else BytePairTokenizer(data, eos_id)
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return load_tokenizer(folder / name)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingPackageError("transformers", "eval", f"Reading the tokenizer in {folder}") from error
+    try:
+        wrapper = AutoTokenizer.from_pretrained(folder)
+        data = wrapper.backend_tokenizer.to_str().encode()
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{folder}: no tokenizer.json, no tokenizer.model, and transformers finds none ({error})."
+        ) from error
+    return BytePairTokenizer(data, eos_token=wrapper.eos_token)
+
+
+def _download(name: str) -> Path:
+    """Returns the folder of a hub repository's tokenizer files, from the local cache or the network."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "config.json"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # bad name, no network, no such repository: all of different families
+        raise DataError(
+            f"tokenizer {name!r}: no such file or folder here, and no such repository in reach "
+            f"({str(error).splitlines()[0]}). Give a tokenizer.json, a .model, a folder, or a hub name."
+        ) from error
+
+
+def _configured_eos(folder: Path) -> str | None:
+    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, if they do."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token = json.loads((folder / name).read_text()).get("eos_token")
+            token = token["content"] if isinstance(token, dict) else token
+            if token is not None:
+                return token
+    return None
+
+
+def _find_eos(vocabulary: dict[str, int], eos_token: str | None) -> int:
+    for token in KNOWN_END_TOKENS if eos_token is None else (eos_token,):
+        if token in vocabulary:
+            return vocabulary[token]
+    raise DataError(
+        f"no end-of-text token: looked for {eos_token or ', '.join(KNOWN_END_TOKENS)}. "
+        'Name it in a tokenizer_config.json beside the file: {"eos_token": "..."}.'
+    )

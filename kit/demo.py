@@ -1,0 +1,145 @@
+"""`python -m kit.demo`: runs the quickstart notebook from a terminal and keeps the executed copy in build/demo."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from cluster.state import JobError
+from kit.errors import ConfigError, RunError
+from kit.run import Run
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+CELL_LIMIT_S = 900
+NotebookError = (CellExecutionError, CellTimeoutError, DeadKernelError)
+
+
+class TerminalClient(NotebookClient):
+    """Runs a notebook and tells a terminal which cell is at work, for how long, and what its live view says."""
+
+    def __init__(self, document: nbformat.NotebookNode, *, directory: Path, console: Console) -> None:
+        super().__init__(
+            document,
+            timeout=CELL_LIMIT_S,
+            store_widget_state=False,  # with it, a saved page would wait for a live kernel instead of showing pictures
+            record_timing=False,
+            resources={"metadata": {"path": str(directory)}},
+            extra_arguments=["--log-level=40"],  # no warning about unencrypted ports, which are this machine's own
+            on_cell_execute=self._started,
+            on_cell_executed=self._ended,
+        )
+        self.console, self.status = console, console.status("Starting a kernel")
+        self.number, self.start = 0, time.monotonic()
+        self.total = sum(cell.cell_type == "code" for cell in document.cells)
+
+    def _started(self, cell: Any, cell_index: int) -> None:
+        self.number += 1
+        self._show(cell)
+
+    def _ended(self, cell: Any, cell_index: int, execute_reply: dict) -> None:
+        mark = "[green]✔[/]" if execute_reply["content"]["status"] == "ok" else "[red]✖[/]"
+        elapsed = f"{time.monotonic() - self.start:6.1f} s"
+        self.console.print(f"{mark} {elapsed}  {self.number:>2}/{self.total}  {cell.id}", highlight=False)
+
+    def _show(self, cell: Any, text: str = "") -> None:
+        self.status.update(f"{self.number:>2}/{self.total}  {cell.id}  [dim]{escape(text)}[/]")
+
+    def process_message(self, msg: dict, cell: Any, cell_index: int) -> Any:
+        """Also hands on the text of a view that a running cell refreshes."""
+        if msg["msg_type"] == "update_display_data":
+            self._show(cell, msg["content"]["data"].get("text/plain", ""))
+        return super().process_message(msg, cell, cell_index)
+
+
+def execute(notebook: Path, out: Path, *, directory: Path | None = None, console: Console | None = None) -> None:
+    """Runs all cells of a notebook and writes the executed copy, as far as it got, to `out`.
+
+    Args:
+        notebook: is left as it is.
+        out: of the executed copy.
+        directory: where the kernel starts; default the notebook's folder.
+        console: shows the progress; default nothing.
+
+    Raises:
+        CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.
+    """
+    document = nbformat.read(notebook, as_version=4)
+    console = console or Console(quiet=True)
+    client = TerminalClient(document, directory=directory or notebook.parent, console=console)
+    try:
+        with client.status:
+            client.execute()
+    finally:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(document, out)
+
+
+def write_html(notebook: Path) -> Path | None:
+    """Returns the page made from an executed notebook, beside it, or None where nbconvert is not installed."""
+    try:
+        from nbconvert import HTMLExporter
+    except ImportError:
+        return None
+    page, _ = HTMLExporter().from_filename(str(notebook))
+    file = notebook.with_suffix(".html")
+    file.write_text(page, encoding="utf-8")
+    return file
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the demo and returns its exit code: 0, 1 where a cell failed, 130 where the user stopped it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--notebook", type=Path, default=REPOSITORY / "notebooks" / "00_quickstart.ipynb")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "demo", help="folder of the executed copy")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    if not options.notebook.exists():
+        console.print(f"[red]{options.notebook} does not exist.[/] Run this in a clone of the repository.")
+        return 1
+    executed, code = options.out / options.notebook.name, 0
+    runs = options.notebook.resolve().parent.parent / "runs"
+    before = set(runs.glob("*"))
+    try:
+        execute(options.notebook, executed, console=console)
+    except NotebookError as error:
+        console.print(Text.from_ansi(str(error)))
+        code = 1
+    except KeyboardInterrupt:
+        console.print("Stopped.")
+        code = 130
+    results = {"executed notebook": executed, "page": write_html(executed)}
+    for directory in sorted(set(runs.glob("*")) - before):
+        results |= {f"run {directory.name}": directory, "figure": _existing(directory / "figure.png")}
+        _say_if_alive(directory, console)
+    for name, place in results.items():
+        if place is not None:
+            console.print(f"{name:>22}  {place}", soft_wrap=True)
+    return code
+
+
+def _existing(file: Path) -> Path | None:
+    return file if file.exists() else None
+
+
+def _say_if_alive(directory: Path, console: Console) -> None:
+    """Tells of a job that a failed or stopped notebook has left behind: it outlives its notebook by design."""
+    try:
+        alive = not Run.open(directory).job.status().state.is_final
+    except (ConfigError, RunError, JobError):
+        return
+    if alive:
+        console.print(
+            f"[yellow]The job in {directory} goes on.[/] Watch: kit watch {directory}. End: kit stop {directory}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

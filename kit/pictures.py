@@ -1,0 +1,129 @@
+"""Figures that explain an idea, for notebooks. Each returns a matplotlib figure and, where it shows data, its table."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import Any
+
+from kit.evaluate.report import EvalReport
+from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
+from kit.spec import FlopBasis, ModelSpec
+
+Rows = list[dict[str, Any]]
+
+
+@contextlib.contextmanager
+def figure_style() -> Iterator[Any]:
+    """Gives `matplotlib.pyplot` in the kit's style, and closes what was drawn: a cell shows it once, as its value."""
+    from matplotlib import pyplot as plt
+
+    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+        yield plt
+        plt.close("all")
+
+
+def tensor_split_picture() -> Any:
+    """Returns a drawing of a column-split matrix followed by a row-split one, over two devices."""
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 1.5))
+        for device, colour in enumerate((BLUE, VERMILION)):
+            down = 1 - device
+            _box(axis, 3.1 + 1.1 * device, 0, 1.1, 2, colour, f"$A_{device + 1}$")
+            _box(axis, 6.6 + 1.1 * device, 0.3, 1.1, 1.4, colour, f"$Y_{device + 1}$")
+            _box(axis, 10.1, down, 2, 1, colour, f"$B_{device + 1}$")
+            _box(axis, 13.3 + 3 * device, 0.3, 2, 1.4, colour, f"$Z_{device + 1}$")
+        _box(axis, 0, 0.3, 2, 1.4, GREY, "$X$")
+        for x, text in ((2.55, "·"), (6.0, "="), (9.45, "·"), (12.7, "="), (15.8, "+")):
+            axis.text(x, 1, text, ha="center", va="center", fontsize=13)
+        notes = ((1, "input,\nwhole on both"), (4.2, "split by columns:\nno communication"),
+                 (7.7, "activation,\nelement by element"), (11.1, "split by rows"),
+                 (15.8, "partial sums:\none all-reduce"))  # fmt: skip
+        for x, text in notes:
+            axis.text(x, -0.25, text, ha="center", va="top", fontsize=8, color=GREY)
+        axis.set(xlim=(-0.2, 18.5), ylim=(-1.1, 2.5), aspect="equal")
+        axis.set_axis_off()
+        axis.text(0, 2.25, "device 1", color=BLUE, weight="bold", fontsize=9)
+        axis.text(1.9, 2.25, "device 2", color=VERMILION, weight="bold", fontsize=9)
+    return figure
+
+
+def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
+    """Returns a figure of each model's FLOPs per token in every basis, relative to the kit's, and its table."""
+    others = [basis for basis in FlopBasis if basis is not FlopBasis.MODEL]
+    rows = [
+        {"spec": spec.name, "model": float(spec.flops_per_token())}
+        | {basis.value: spec.flops_per_token(basis) / spec.flops_per_token() for basis in others}
+        for spec in specs
+    ]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 2.9))
+        for basis, marker in zip(others, "osD^", strict=True):
+            ratios = [row[basis.value] for row in rows]
+            axis.plot(range(len(rows)), ratios, marker, label=basis.value, markersize=5)
+        axis.axhline(1, color=GREY, linewidth=1, zorder=1)
+        axis.set_xticks(range(len(rows)), [row["spec"] for row in rows])
+        axis.set_title("FLOPs per token relative to the kit's own count (line at 1)")
+        axis.set_ylim(0.4, 1.6)
+        axis.legend(ncols=4, loc="lower center")
+    return figure, rows
+
+
+def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows]:
+    """Returns a figure of the weights that one rank of each pipeline stage holds, and its table.
+
+    Args:
+        weights: of each stage, the numbers held in blocks and in all; the rest is embedding, final norm and output.
+    """
+    rows = [
+        {"stage": stage, "blocks": blocks, "embedding and output": whole - blocks}
+        for stage, (blocks, whole) in weights.items()
+    ]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 2.6))
+        stages, blocks = [row["stage"] for row in rows], [row["blocks"] / 1e9 for row in rows]
+        axis.bar(stages, blocks, color=BLUE, width=0.8, label="blocks")
+        extra = [row["embedding and output"] / 1e9 for row in rows]
+        axis.bar(stages, extra, bottom=blocks, color=VERMILION, width=0.8, label="embedding, final norm, output")
+        axis.set_title("Weights held by one rank of each pipeline stage, billions")
+        axis.set_xlabel("pipeline stage")
+        axis.set_ylim(top=1.3 * max(row["blocks"] + row["embedding and output"] for row in rows) / 1e9)
+        axis.legend(ncols=2, loc="upper center")
+    return figure, rows
+
+
+def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
+    """Returns a figure of a report: bits per byte beside reference models, accuracies beside chance; and its table.
+
+    Args:
+        report: with the task `heldout` and any number of multiple-choice tasks.
+        bits_per_byte: of reference models on the same text, by name.
+    """
+    ours = report["heldout"].metric("bits_per_byte").value
+    choices = [score for score in report.scores if score.chance is not None]
+    rows = [{"task": "heldout", "bits per byte": ours, **bits_per_byte}]
+    with figure_style() as plt:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(6.8, 2.3))
+        bars = {**bits_per_byte, "this model": ours}
+        drawn = left.barh(list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55)
+        left.bar_label(drawn, fmt="%.2f", padding=3, fontsize=8)
+        left.set_xlim(0, 1.2 * max(bars.values()))
+        left.set_title("Held-out text, bits per byte: less is better")
+        for place, score in enumerate(choices):
+            accuracy = score.metric("acc")
+            rows.append({"task": score.task, "accuracy": accuracy.value, "stderr": accuracy.stderr})
+            right.errorbar(accuracy.value, place, xerr=1.96 * (accuracy.stderr or 0), fmt="o", color=GREEN, capsize=3)
+            right.plot([score.chance] * 2, [place - 0.25, place + 0.25], color=GREY, linewidth=1.5)
+        right.set_yticks(range(len(choices)), [f"{score.task}\n{score.coverage}" for score in choices])
+        right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.5))
+        right.set_title("Accuracy, 95 % interval; grey: chance")
+        for axis in (left, right):
+            axis.grid(visible=False)
+    return figure, rows
+
+
+def _box(axis: Any, x: float, y: float, width: float, height: float, colour: str, text: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(Rectangle((x, y), width, height, facecolor=colour, alpha=0.22, edgecolor="none"))
+    axis.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=1.2))
+    axis.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=11)

@@ -1,0 +1,154 @@
+"""The documents that come out of sources: all of them, once each, and what is damaged is named."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from kit.data.corpus import LARGEST_DOCUMENT_BYTES, Corpus
+from kit.data.installed import EVALUATION_PACKAGES, installed_files
+from kit.errors import DataError
+
+
+def write_jsonl(file: Path, rows: list) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_folder_of_every_format(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "sub" / "b.md").write_bytes(b"\xef\xbb\xbfsecond \xe6\x97\xa5")
+    write_jsonl(tmp_path / "c.jsonl", [{"text": "third"}, {"text": "fourth", "url": "x"}])
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2], "text": ["fifth", "sixth"]}), tmp_path / "d.parquet")
+    (tmp_path / "ignored.csv").write_text("not,text")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    documents = list(Corpus(tmp_path))
+    root = tmp_path.name
+    assert {document.name: document.text for document in documents} == {
+        f"{root}/a.txt": "first",
+        f"{root}/c.jsonl:1": "third",
+        f"{root}/c.jsonl:2": "fourth",
+        f"{root}/d.parquet:row 1": "fifth",
+        f"{root}/d.parquet:row 2": "sixth",
+        f"{root}/sub/b.md": "second 日",
+    }
+    assert [document.num_bytes for document in documents] == [len(document.text.encode()) for document in documents]
+
+
+def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
+    rows = [{"text": text} for text in ("one", "two", "one", "  \n", "", "one", "three")]
+    corpus = Corpus(write_jsonl(tmp_path / "a.jsonl", rows))
+    for _ in range(2):
+        assert [document.text for document in corpus] == ["one", "two", "three"]
+        assert (corpus.num_duplicates, corpus.num_empty) == (2, 2)
+
+
+DAMAGED_LINES = {
+    "not JSON": ('{"text": "cut', ":2: not valid JSON"),
+    "no text": ('{"body": "x"}', ":2: no string under the key 'text' .found: body"),
+    "not a string": ('{"text": 7}', ":2: no string under the key 'text'"),
+    "not an object": ("[1, 2]", ":2: no string under the key 'text' .found: list"),
+    "half a surrogate pair": ('{"text": "\\ud800"}', ":2: not text: half a surrogate pair at character 0"),
+    "not UTF-8": (b'{"text": "\xff"}', ":2: not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("line, message", DAMAGED_LINES.values(), ids=DAMAGED_LINES.keys())
+def test_a_damaged_line_is_named(tmp_path, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "also good"}\n')
+    with pytest.raises(DataError, match="a.jsonl" + message):
+        list(Corpus(tmp_path / "a.jsonl"))
+    corpus = Corpus(tmp_path / "a.jsonl", skip_corrupt=True)
+    assert [document.text for document in corpus] == ["good", "also good"]
+    assert len(corpus.skipped) == 1 and corpus.skipped[0].startswith("a.jsonl:2: ")
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good\nbad \xe9\n")
+    with pytest.raises(DataError, match=r"a\.txt:2: not UTF-8 text \(byte 0xe9\)"):
+        list(Corpus(tmp_path / "a.txt"))
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    file = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["good", None, "also good"]}), file)
+    with pytest.raises(DataError, match=r"a\.parquet:row 2: 'text' holds NoneType"):
+        list(Corpus(file))
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), file)
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text' \(found: body\)"):
+        list(Corpus(file))
+    broken = pyarrow.array([b"good", b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), file)
+    with pytest.raises(DataError, match=r"a\.parquet:row 2: not UTF-8 text"):
+        list(Corpus(file))
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"a\.parquet:row 1: damaged Parquet file"):
+        list(Corpus(file))
+
+
+def test_sources_that_hold_nothing_are_refused(tmp_path):
+    (tmp_path / "table.csv").write_text("a,b")
+    with pytest.raises(DataError, match="the list is empty"):
+        Corpus([])
+    with pytest.raises(DataError, match="no files to read in this folder. Allowed: .jsonl, .md"):
+        Corpus(tmp_path)
+    with pytest.raises(DataError, match="no such file or folder"):
+        Corpus(tmp_path / "absent.txt")
+    with pytest.raises(DataError, match=r"cannot read this format. .*Allowed: .jsonl"):
+        Corpus(tmp_path / "table.csv")
+    with pytest.raises(DataError, match="max_bytes: 0"):
+        Corpus(max_bytes=0)
+
+
+def test_an_enormous_document_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * (LARGEST_DOCUMENT_BYTES + 1))
+    with pytest.raises(DataError, match=r"a\.txt: one document of 16,777,217 bytes; .* Split it"):
+        list(Corpus(tmp_path))
+
+
+def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i:010}"} for i in range(10)])
+    assert len(list(Corpus(file, max_bytes=35))) == 3
+    assert len(list(Corpus(file, max_bytes=40))) == 4
+    assert len(list(Corpus(file))) == 10
+
+
+def test_source_hash_depends_on_the_content(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first = Corpus(file).sources
+    assert Corpus(file).sources == first
+    file.write_text("two")
+    assert Corpus(file).sources != first
+
+
+def test_default_corpus_is_the_installation(tmp_path):
+    corpus = Corpus(max_bytes=2_000_000)
+    documents = list(corpus)
+    assert [document.name for document in documents] == [document.name for document in corpus]
+    assert 1_500_000 < sum(document.num_bytes for document in documents) <= 2_000_000
+    assert {"language reference", "standard library"} <= {source.name for source in corpus.sources}
+    assert any(document.name == "pydoc_data/topics.py:lambda" for document in documents)
+
+
+def test_default_corpus_has_no_tests_and_no_evaluation_questions():
+    files = [path for _, group in installed_files() for path, _ in group]
+    assert sum(path.stat().st_size for path in files) <= 24_000_000
+    roots = {Path(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")}
+    for path in files:
+        inside = min((path.relative_to(root).parts for root in roots if path.is_relative_to(root)), key=len)
+        assert not {"test", "tests", *EVALUATION_PACKAGES} & set(inside)
+
+
+def test_draw_is_uniform_and_depends_on_text_and_purpose(tmp_path):
+    documents = list(Corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(4000)])))
+    draws = [document.draw("a") for document in documents]
+    assert sum(draw < 0.1 for draw in draws) == pytest.approx(400, abs=80)
+    assert draws == [document.draw("a") for document in documents]
+    both = sum(document.draw("a") < 0.5 and document.draw("b") < 0.5 for document in documents)
+    assert both == pytest.approx(1000, abs=150)

@@ -1,0 +1,252 @@
+"""build_dataset and Dataset: what is in the folder, that it is whole or absent, and that damage is noticed."""
+
+import hashlib
+import json
+import math
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kit.data import Corpus, Dataset, Samples, build_dataset
+from kit.data.tokenizer import train_tokenizer
+from kit.errors import ConfigError, DataError
+
+QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Returns a .jsonl of 100 documents, the last of them a duplicate."""
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    words = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(99)]
+    rows = [{"text": f"document {i} says é {words[i][: i % 64]} and quotes <|endoftext|>"} for i in range(99)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[3]]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def built(text, tmp_path_factory) -> Path:
+    return build_dataset(tmp_path_factory.mktemp("data") / "built", text, **QUIET).directory
+
+
+@pytest.fixture
+def copy(built, tmp_path) -> Path:
+    return shutil.copytree(built, tmp_path / "copy")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def test_every_document_is_on_one_side(built, text):
+    dataset = Dataset.open(built)
+    tokenizer = dataset.tokenizer()
+    documents = {document.text: document for document in Corpus(text)}
+    sides = []
+    for token_file, split in ((dataset.train, dataset.info.train), (dataset.validation, dataset.info.validation)):
+        tokens = [token_file.document(i) for i in range(token_file.num_documents)]
+        assert all(ids[-1] == dataset.eos_id and dataset.eos_id not in ids[:-1] for ids in tokens)
+        texts = [tokenizer.decode(ids[:-1]) for ids in tokens]
+        assert (split.documents, split.tokens) == (len(texts), sum(map(len, tokens)))
+        assert split.text_bytes == sum(documents[text].num_bytes for text in texts)
+        sides.append(texts)
+    assert sorted(sides[0] + sides[1]) == sorted(documents)
+    assert 8 <= len(sides[1]) <= 32
+    assert (dataset.info.duplicates, dataset.info.skipped) == (1, ())
+
+
+def test_validation_text_belongs_to_the_validation_tokens(built):
+    dataset = Dataset.open(built)
+    tokenizer = dataset.tokenizer()
+    documents = list(dataset.validation_documents())
+    assert len(documents) == dataset.validation.num_documents
+    for i, document in enumerate(documents):
+        ids = dataset.validation.document(i)
+        assert tokenizer.decode(ids[:-1]) == document.text
+        assert (document.tokens, document.num_bytes) == (len(ids), len(document.text.encode()))
+        assert document.name.startswith("text.jsonl:")
+
+
+def test_description_names_what_was_used(built):
+    dataset = Dataset.open(built)
+    info = dataset.info
+    assert (info.vocab_size, dataset.vocab_size, info.dtype) == (330, 330, "uint16")
+    assert info.tokenizer_sha256 == dataset.tokenizer().sha256
+    assert {stored.name for stored in info.files} | {"dataset.json"} == set(contents(built))
+    assert [source.name for source in info.settings.sources] == ["text.jsonl"]
+    assert str(built.parent) not in (built / "dataset.json").read_text()
+    assert "330 entries" in dataset._repr_html_() and "1 duplicates" in dataset._repr_html_()
+
+
+def test_held_out_documents_do_not_shape_the_tokenizer(built):
+    dataset = Dataset.open(built)
+    tokenizer = dataset.tokenizer()
+    texts = [tokenizer.decode(dataset.train.document(i)[:-1]) for i in range(dataset.train.num_documents)]
+    assert train_tokenizer(texts, 330).sha256 == tokenizer.sha256
+
+
+def test_a_large_corpus_trains_the_tokenizer_on_a_sample(built, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("kit.data.build.TOKENIZER_BYTES", Dataset.open(built).info.train.text_bytes // 2)
+    sampled = build_dataset(tmp_path / "sampled", text, **QUIET)
+    assert sampled.tokenizer().sha256 != Dataset.open(built).tokenizer().sha256
+    assert sampled.info.train.documents == Dataset.open(built).info.train.documents
+
+
+def test_builds_at_the_same_moment_agree(built, text, tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        builds = [pool.submit(build_dataset, tmp_path / "data", text, **QUIET) for _ in range(2)]
+    assert [contents(build.result().directory) for build in builds] == [contents(built)] * 2
+    assert list(tmp_path.iterdir()) == [tmp_path / "data"]
+
+
+def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypatch):
+    own = Path(shutil.copy(text, tmp_path / "text.jsonl"))
+
+    def train_and_append(texts, vocab_size):
+        tokenizer = train_tokenizer(texts, vocab_size)
+        own.write_text(text.read_text() + '{"text": "one more"}')
+        return tokenizer
+
+    monkeypatch.setattr("kit.data.build.train_tokenizer", train_and_append)
+    with pytest.raises(DataError, match="the text changed while it was read"):
+        build_dataset(tmp_path / "data", own, **QUIET)
+    assert list(tmp_path.iterdir()) == [own]
+
+
+def test_the_same_text_gives_the_same_bytes(built, text, tmp_path):
+    again = build_dataset(tmp_path / "again", text, **QUIET)
+    assert contents(again.directory) == contents(built)
+
+
+def test_seed_and_fraction_choose_what_is_held_out(built, text, tmp_path):
+    def held_out(dataset: Dataset) -> set[str]:
+        return {document.name for document in dataset.validation_documents()}
+
+    first = held_out(Dataset.open(built))
+    other_seed = held_out(build_dataset(tmp_path / "seed", text, **QUIET, seed=1))
+    larger = held_out(build_dataset(tmp_path / "larger", text, **{**QUIET, "validation_fraction": 0.5}))
+    assert first != other_seed
+    assert first < larger
+
+
+def test_one_document_at_least_is_held_out(text, tmp_path):
+    dataset = build_dataset(tmp_path / "x", text, **{**QUIET, "validation_fraction": 1e-9})
+    assert (dataset.info.train.documents, dataset.info.validation.documents) == (98, 1)
+
+
+def test_an_equal_dataset_is_reused(built, text, capsys):
+    before = {file: file.stat().st_mtime_ns for file in built.iterdir()}
+    build_dataset(built, text, **{**QUIET, "progress": True})
+    assert "Reusing" in capsys.readouterr().out
+    assert {file: file.stat().st_mtime_ns for file in built.iterdir()} == before
+
+
+def test_another_dataset_is_replaced_only_when_asked(copy, text):
+    before = contents(copy)
+    other = {**QUIET, "vocab_size": 320}
+    with pytest.raises(DataError, match="other settings: vocab_size: 330 there, 320 asked. Nothing was changed"):
+        build_dataset(copy, text, **other)
+    assert contents(copy) == before
+    assert build_dataset(copy, text, **other, overwrite=True).vocab_size == 320
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_changed_text_is_not_reused(text, tmp_path):
+    own = shutil.copy(text, tmp_path / "text.jsonl")
+    build_dataset(tmp_path / "data", own, **QUIET)
+    Path(own).write_text(text.read_text().replace("document 5 ", "document V "))
+    with pytest.raises(DataError, match="other settings: sources: text.jsonl"):
+        build_dataset(tmp_path / "data", own, **QUIET)
+
+
+def test_a_folder_that_is_no_dataset_is_never_touched(text, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(DataError, match="exists and is not a dataset; nothing was changed"):
+        build_dataset(tmp_path, text, **QUIET, overwrite=True)
+    assert contents(tmp_path) == {"thesis.tex": b"precious"}
+
+
+def test_a_failed_build_leaves_nothing(text, tmp_path):
+    damaged = tmp_path / "source" / "damaged.jsonl"
+    damaged.parent.mkdir()
+    damaged.write_text(text.read_text() + '{"text": ')
+    with pytest.raises(DataError, match="damaged.jsonl:101: not valid JSON"):
+        build_dataset(tmp_path / "out" / "data", damaged, **QUIET)
+    for vocab_size, message in ((50_000, "50000 entries asked"), (0, "0 is not allowed. Give at least 257")):
+        with pytest.raises(DataError, match=f"vocab_size: {message}"):
+            build_dataset(tmp_path / "out" / "data", text, vocab_size=vocab_size, progress=False)
+    assert list((tmp_path / "out").iterdir()) == []
+    skipping = build_dataset(tmp_path / "out" / "data", damaged, **QUIET, skip_corrupt=True)
+    assert len(skipping.info.skipped) == 1 and skipping.info.skipped[0].startswith("damaged.jsonl:101: not valid JSON")
+
+
+def test_too_little_text_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("one document")
+    with pytest.raises(DataError, match="one.txt: 1 different documents with text; at least 2 are needed"):
+        build_dataset(tmp_path / "data", tmp_path / "one.txt", **QUIET)
+    (tmp_path / "two.txt").write_text("another")
+    with pytest.raises(DataError, match="all 2 documents would be held out. Lower validation_fraction"):
+        build_dataset(tmp_path / "data", [tmp_path / "one.txt", tmp_path / "two.txt"], validation_fraction=0.999999)
+    with pytest.raises(DataError, match="validation_fraction: 0 is not allowed"):
+        build_dataset(tmp_path / "data", tmp_path, validation_fraction=0)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.idx", "validation.bin", "validation.idx", "validation.jsonl"])
+def test_damage_is_noticed_and_repaired(copy, text, name):
+    Dataset.open(copy).verify()
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(data[:-1])
+    message = f"{name}: expected {len(data):,} bytes, found {len(data) - 1:,}. Build it again: kit data build {copy}"
+    with pytest.raises(DataError, match=message):
+        Dataset.open(copy)
+    (copy / name).unlink()
+    with pytest.raises(DataError, match=f"{name}: expected {len(data):,} bytes, found no file"):
+        Dataset.open(copy)
+    (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DataError, match=f"{name}: changed: expected sha256"):
+        Dataset.open(copy).verify()
+    build_dataset(copy, text, **QUIET, overwrite=True).verify()
+    assert (copy / name).read_bytes() == data
+
+
+def test_damaged_description_is_refused(copy, text, tmp_path):
+    with pytest.raises(DataError, match="not a dataset .dataset.json is missing"):
+        Dataset.open(tmp_path)
+    (copy / "dataset.json").write_text('{"format": 1')
+    with pytest.raises(ConfigError, match="dataset.json: .*not valid JSON"):
+        Dataset.open(copy)
+    with pytest.raises(DataError, match="holds a damaged dataset"):
+        build_dataset(copy, text, **QUIET)
+    build_dataset(copy, text, **QUIET, overwrite=True).verify()
+
+
+def test_given_tokenizer_is_kept(built, text, tmp_path):
+    file = built / "tokenizer.json"
+    dataset = build_dataset(tmp_path / "data", text, file, progress=False)
+    assert (dataset.directory / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert dataset.info.settings.tokenizer_sha256 == dataset.info.tokenizer_sha256
+    with pytest.raises(DataError, match="vocab_size: 4096 asked, but .* has 330. Leave vocab_size out"):
+        build_dataset(tmp_path / "other", text, file, vocab_size=4096)
+
+
+def test_unigram_baseline(built):
+    dataset = Dataset.open(built)
+    counts = np.ones(330)
+    for token in dataset.train.tokens:
+        counts[token] += 1
+    nats = -sum(math.log(counts[token] / counts.sum()) for token in dataset.validation.tokens)
+    baseline = dataset.unigram_baseline()
+    assert baseline.nats_per_token == pytest.approx(nats / dataset.validation.num_tokens, rel=1e-9)
+    num_bytes = sum(document.num_bytes for document in dataset.validation_documents())
+    assert baseline.bits_per_byte == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-9)
+    assert 0 < baseline.nats_per_token < math.log(330)
+
+
+def test_default_corpus_trains(tmp_path):
+    dataset = build_dataset(tmp_path / "data", max_bytes=300_000, vocab_size=512, progress=False)
+    batch = Samples(dataset.train, 128, seed=0).batch(0, 8)
+    assert batch.shape == (8, 129) and batch.max() < 512
+    assert dataset.unigram_baseline().bits_per_byte < 8

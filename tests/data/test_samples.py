@@ -1,0 +1,124 @@
+"""Samples: a pure function of the sample's number that reads each token of an epoch exactly once."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.data.samples import Samples
+from kit.data.token_file import TokenFile, TokenFileWriter
+from kit.errors import DataError
+
+
+def numbered(prefix, lengths: list[int]) -> TokenFile:
+    """Returns a file whose n-th token is n, so that a token tells where it stood."""
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    with TokenFileWriter(prefix, int(bounds[-1]) + 1) as writer:
+        for begin, end in itertools.pairwise(bounds):
+            writer.add(np.arange(begin, end))
+    return TokenFile(prefix)
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    return numbered(tmp_path / "x", [int(n) for n in np.random.default_rng(0).integers(1, 60, 100)])
+
+
+@st.composite
+def shapes(draw):
+    lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(lambda x: sum(x) > 1))
+    return lengths, draw(st.integers(1, sum(lengths) - 1)), draw(st.integers(0, 2**32 - 1))
+
+
+@settings(deadline=None)
+@given(shapes(), st.integers(1, 4))
+def test_each_epoch_reads_every_token_once(tmp_path_factory, shape, num_epochs):
+    lengths, sequence_length, seed = shape
+    samples = Samples(numbered(tmp_path_factory.mktemp("x") / "x", lengths), sequence_length, seed)
+    count = next(n for n in itertools.count() if samples.epoch_of(n) == num_epochs)
+    inputs = samples.batch(0, count)[:, :-1]
+    times = np.bincount(inputs.ravel(), minlength=sum(lengths))
+    # The last window of the last epoch may reach into the next one, by less than its own length.
+    assert times.min() >= num_epochs and times.max() <= num_epochs + 1
+    assert (times == num_epochs + 1).sum() == inputs.size - num_epochs * sum(lengths) < sequence_length
+
+
+@settings(deadline=None)
+@given(shapes())
+def test_windows_are_whole_documents_end_to_end(tmp_path_factory, shape):
+    lengths, sequence_length, seed = shape
+    token_file = numbered(tmp_path_factory.mktemp("x") / "x", lengths)
+    begins = set(token_file.document_starts.tolist())
+    for row in Samples(token_file, sequence_length, seed).batch(0, 12):
+        for token, following in itertools.pairwise(row.tolist()):
+            assert following == token + 1 or (token + 1 in begins and following in begins)
+
+
+def test_windows_of_an_epoch_join_to_its_stream(token_file):
+    samples = Samples(token_file, 16, seed=5)
+    count = next(n for n in itertools.count() if samples.epoch_of(n) == 3)
+    rows = samples.batch(0, count)
+    following = {int(row[0]): row for row in rows[: np.searchsorted([samples.epoch_of(n) for n in range(count)], 1)]}
+    chained = sum(int(row[-1]) in following for row in following.values())
+    assert chained == len(following) - 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 500), st.integers(0, 300), st.integers(0, 300))
+def test_any_split_of_a_batch_reads_the_same(tmp_path_factory, first, count, cut):
+    samples = Samples(numbered(tmp_path_factory.mktemp("x") / "x", [7, 300, 2, 1, 90]), 8, seed=3)
+    whole = samples.batch(first, count)
+    cut = min(cut, count)
+    parts = np.concatenate((samples.batch(first, cut), samples.batch(first + cut, count - cut)))
+    assert np.array_equal(whole, parts)
+
+
+def test_a_fresh_object_reads_on_where_another_stopped(token_file):
+    samples = Samples(token_file, 16, seed=1)
+    straight = np.concatenate([samples.batch(i * 8, 8) for i in range(100)])
+    resumed = Samples(token_file, 16, seed=1).batch(400, 400)
+    assert straight.dtype == np.int64 and straight.shape == (800, 17)
+    assert np.array_equal(straight[400:], resumed)
+
+
+def test_seeds_and_epochs_differ(token_file):
+    samples = Samples(token_file, 16, seed=1)
+    per_epoch = token_file.num_tokens // 16
+    first, second = samples.batch(0, per_epoch), samples.batch(per_epoch + 1, per_epoch)
+    other = Samples(token_file, 16, seed=2).batch(0, per_epoch)
+    assert (first == second).mean() < 0.05 and (first == other).mean() < 0.05
+    assert not np.array_equal(np.sort(first[:, 0]), first[:, 0])
+
+
+def test_the_order_never_changes(tmp_path):
+    """A run resumed by a later version must read the data in the order it began with."""
+    samples = Samples(numbered(tmp_path / "x", [3, 10, 1, 7, 20, 5]), 6, seed=1234)
+    assert samples.batch(0, 3).tolist() == PINNED
+
+
+PINNED = [[3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 21, 22, 23, 24], [20, 41, 42, 43, 44, 45, 3]]
+
+
+def test_large_batches_are_gathered_in_parts(token_file, monkeypatch):
+    whole = Samples(token_file, 16, seed=1).batch(0, 500)
+    monkeypatch.setattr("kit.data.samples.TOKENS_PER_GATHER", 40)
+    assert np.array_equal(Samples(token_file, 16, seed=1).batch(0, 500), whole)
+
+
+def test_a_sequence_longer_than_the_data_is_refused(tmp_path):
+    token_file = numbered(tmp_path / "x", [5, 6])
+    assert Samples(token_file, 10, seed=0).batch(0, 3).shape == (3, 11)
+    message = "sequence_length: 11 needs at least 12 tokens, but x.bin holds 11. Give at most 10"
+    with pytest.raises(DataError, match=message):
+        Samples(token_file, 11, seed=0)
+    with pytest.raises(DataError, match="sequence_length: 0 is not allowed"):
+        Samples(token_file, 0, seed=0)
+
+
+def test_impossible_requests_are_refused(token_file):
+    with pytest.raises(DataError, match="seed: -1"):
+        Samples(token_file, 16, seed=-1)
+    with pytest.raises(DataError, match="samples -1 "):
+        Samples(token_file, 16, seed=0).batch(-1, 4)

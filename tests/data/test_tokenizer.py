@@ -1,0 +1,165 @@
+"""Tokenizers: exact sizes, round trips, equality with the libraries they come from."""
+
+import inspect
+import io
+import json
+import textwrap
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer, train_tokenizer
+from kit.errors import DataError
+
+TEXTS = inspect.getsource(textwrap).split("\n\n")
+SAMPLES = ["", "plain words", "tabs\tand\r\nlines  ", f"quoted {END_OF_TEXT} inside", "日本語 é 🙂 \x00", "12 345"]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(TEXTS, 400)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    stream = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_writer=stream,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    file = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    file.write_bytes(stream.getvalue())
+    return file
+
+
+def test_trained_vocabulary_has_exactly_the_size_asked(trained):
+    assert trained.vocab_size == 400
+    assert (trained.eos_id, trained.decode([trained.eos_id])) == (0, END_OF_TEXT)
+    assert train_tokenizer(TEXTS, 257).vocab_size == 257
+    with pytest.raises(DataError, match="vocab_size: 256 .* at least 257"):
+        train_tokenizer(TEXTS, 256)
+    with pytest.raises(DataError, match="vocab_size: 50000 entries asked, but the text yields only"):
+        train_tokenizer(TEXTS, 50_000)
+
+
+def test_training_is_deterministic(trained):
+    assert train_tokenizer(iter(TEXTS), 400).sha256 == trained.sha256
+    assert train_tokenizer(TEXTS[:50], 400).sha256 != trained.sha256
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_round_trips(trained, text):
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert all(0 < token < trained.vocab_size for token in ids)
+
+
+def test_quoted_special_tokens_are_text(trained):
+    ids = trained.encode(f"x{END_OF_TEXT}y")
+    assert trained.eos_id not in ids and trained.decode(ids) == f"x{END_OF_TEXT}y"
+    assert trained.eos_id not in trained.encode_batch([END_OF_TEXT])[0]
+
+
+def test_batch_equals_single(trained, sentencepiece_model):
+    for tokenizer in (trained, load_tokenizer(sentencepiece_model)):
+        assert tokenizer.encode_batch(SAMPLES) == [tokenizer.encode(text) for text in SAMPLES]
+
+
+def test_digits_are_separate_tokens(trained):
+    assert len(trained.encode("2024")) == 4
+
+
+def test_stored_tokenizers_are_the_same(trained, sentencepiece_model, tmp_path):
+    for tokenizer in (trained, load_tokenizer(sentencepiece_model)):
+        file = tmp_path / tokenizer.file_name
+        file.write_bytes(tokenizer.data)
+        again = read_tokenizer(file, tokenizer.eos_id)
+        assert (again.sha256, again.eos_id, again.vocab_size) == (
+            tokenizer.sha256,
+            tokenizer.eos_id,
+            tokenizer.vocab_size,
+        )
+        assert again.encode_batch(SAMPLES) == tokenizer.encode_batch(SAMPLES)
+
+
+def test_sentencepiece_model_is_read_by_sentencepiece(sentencepiece_model):
+    tokenizer = load_tokenizer(sentencepiece_model)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (400, reference.eos_id())
+    for text in (*SAMPLES, *TEXTS[:5], "ends </s> here"):
+        assert tokenizer.encode(text) == reference.encode(text)
+        assert tokenizer.eos_id not in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
+
+
+def test_hugging_face_folder(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "trained.json").write_bytes(trained.data)
+    wrapper = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "trained.json"), eos_token=END_OF_TEXT, model_max_length=8
+    )
+    wrapper.save_pretrained(tmp_path / "folder")
+    tokenizer = load_tokenizer(tmp_path / "folder")
+    assert tokenizer.eos_id == 0
+    for text in TEXTS[:5]:
+        assert tokenizer.encode(text) == wrapper.encode(text, add_special_tokens=False)
+
+
+def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = json.loads(trained.data)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    tokenizer = load_tokenizer(tmp_path)
+    reference = transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (400, 0)
+    assert tokenizer.encode(TEXTS[0]) == reference.encode(TEXTS[0], add_special_tokens=False)
+
+
+def test_settings_stored_in_a_tokenizer_file_do_not_change_the_ids(trained, tmp_path):
+    import tokenizers
+
+    other = tokenizers.Tokenizer.from_str(trained.data.decode())
+    other.enable_truncation(max_length=3)
+    other.enable_padding(length=64)
+    other.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    other.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode(TEXTS[0]) == trained.encode(TEXTS[0])
+
+
+def test_end_of_text_token_can_be_named_beside_the_file(trained, tmp_path):
+    unknown = trained.data.replace(END_OF_TEXT.encode(), b"<stop>")
+    (tmp_path / "tokenizer.json").write_bytes(unknown)
+    with pytest.raises(
+        DataError, match="tokenizer.json: no end-of-text token: looked for <.endoftext.>.*tokenizer_config"
+    ):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    for token in ("<stop>", {"content": "<stop>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert load_tokenizer(tmp_path).eos_id == 0
+
+
+def test_unusable_tokenizers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="absent.json: no such file"):
+        load_tokenizer(tmp_path / "absent.json")
+    with pytest.raises(
+        DataError, match="tokenizer 'nobody/nothing': no such file or folder here, and no such repository"
+    ):
+        load_tokenizer("nobody/nothing")
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (tmp_path / name).write_bytes(b"{}")
+        with pytest.raises(DataError, match=f"{name}: .*not a"):
+            load_tokenizer(tmp_path / name)

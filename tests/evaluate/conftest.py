@@ -1,0 +1,100 @@
+"""A small real tokenizer, a random Llama, and a mirror of hand-made items, shared by the tests of this folder."""
+
+import json
+import pydoc_data.topics
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
+from kit.evaluate.task_data import BENCHMARKS, Manifest, MirrorFile, file_sha256
+
+VOCAB_SIZE = 400
+SEQUENCE_LENGTH = 64
+TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any attempt to open a connection, or to look up a name, fails the test."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail(f"tried to reach the network: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> BytePairTokenizer:
+    return train_tokenizer(TEXTS, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    """A random Llama of the transformers library, with weights large enough to have opinions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQUENCE_LENGTH, initializer_range=0.3, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def write_rows() -> Callable[..., MirrorFile]:
+    """Writes rows as the mirror's file of a task, or as another split beside it."""
+    return _write_rows
+
+
+@pytest.fixture(scope="session")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mirror with 30 items each of PIQA, ARC-easy and BoolQ; some prompts are longer than the model."""
+    folder = tmp_path_factory.mktemp("evalsets")
+    words = " ".join(TEXTS[0].split()[:60])
+    piqa, arc, boolq = [], [], []
+    for i in range(30):
+        goal = f"Goal {i}: store {i % 7} jars" + (f" {words}" if i % 10 == 3 else "")
+        piqa.append({"goal": goal, "sol1": f"Put them on shelf {i}.", "sol2": "Leave them.", "label": i % 2})
+        choices = {"text": ["the sun", "a cat", f"{i} stones", "none of these"][: 3 + i % 2], "label": list("ABCD")}
+        choices["label"] = choices["label"][: len(choices["text"])]
+        arc.append({"id": f"q{i}", "question": f"What warms planet {i}?", "choices": choices, "answerKey": "A"})
+        passage = f"Rivers -- River {i} is {i * 3} km long."
+        boolq.append({"question": f"is river {i} long", "passage": passage, "idx": i, "label": i % 2})
+    entries = [_write_rows(folder, name, rows) for name, rows in (("piqa", piqa), ("arc_easy", arc), ("boolq", boolq))]
+    Manifest().with_files(entries).write(folder / "manifest.json")
+    return folder
+
+
+def _write_rows(folder: Path, task: str, rows: list[dict], split: str | None = None) -> MirrorFile:
+    file = folder / BENCHMARKS[task].path
+    file = file.with_name(f"{split}.parquet") if split else file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    path = str(file.relative_to(folder))
+    return MirrorFile(path=path, items=len(rows), sha256=file_sha256(file), source="test", licence="none")
+
+
+@pytest.fixture(scope="session")
+def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Held-out documents, all longer than the model, plus a one-character and an empty one."""
+    file = tmp_path_factory.mktemp("corpus") / "validation.jsonl"
+    texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é", ""]
+    file.write_text("".join(json.dumps({"text": text, "source": "pydoc"}) + "\n" for text in texts))
+    return file

@@ -1,0 +1,233 @@
+"""From a run directory, or any model, to a report."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from cluster.site import Site
+from kit.checkpoint import Manifest
+from kit.data import build_dataset
+from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
+from kit.evaluate import EvalReport, evaluate, evaluate_model
+from kit.evaluate.harness import choose_items
+from kit.model import build_decoder
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+SPEC = ModelSpec.llama(
+    name="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64, vocab_size=512, sequence_length=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return build_decoder(SPEC).eval()
+
+
+@pytest.fixture
+def run(tmp_path: Path, decoder, heldout_file: Path) -> Run:
+    """A run with one complete checkpoint, of step 3."""
+    dataset = build_dataset(
+        tmp_path / "data", sources=heldout_file, vocab_size=400, validation_fraction=0.3, progress=False
+    )
+    assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
+    plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
+    run = Run.create(tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    folder = run.checkpoints.path(3)
+    state_dict_saver.save(
+        {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}, checkpoint_id=folder, no_dist=True
+    )
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
+    Manifest(
+        step=3, attempt=1, samples=12, tokens=12 * 64, seed=1234, time=0.0, spec=SPEC, plan=plan, files=files,
+    ).write(folder / "manifest.json")  # fmt: skip
+    return run
+
+
+@pytest.fixture
+def score(decoder, tokenizer, mirror):
+    def score(tasks=("piqa",), **options) -> EvalReport:
+        return evaluate_model(decoder, tokenizer, 64, tasks, **{"mirror": mirror, **options})
+
+    return score
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+def test_a_run_is_scored_and_its_reports_grow(run, mirror, no_network):
+    report = evaluate(run, tasks=("heldout", "piqa"), mirror=mirror)
+    assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
+    assert report.checkpoint == "checkpoints/step_00000003"
+    bits = report["heldout"].metric("bits_per_byte").value
+    assert 2 < bits < 9  # an untrained model: about log2(512) bits for every token of one to four bytes
+    assert report["heldout"].metric("byte_perplexity").value == pytest.approx(2**bits)
+    assert report["heldout"].data[0].path == "validation.jsonl"
+    assert report["heldout"].chance is None
+    file = run.directory / "eval" / "step_00000003.json"
+    assert EvalReport.read(file) == report
+
+    second = evaluate(run.directory, step=3, tasks=("arc_easy",), mirror=mirror, limit=10)
+    assert [score.task for score in second.scores] == ["arc_easy"]
+    assert [score.task for score in EvalReport.read(file).scores] == ["heldout", "piqa", "arc_easy"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_held_out_bits_equal_a_plain_computation(run):
+    report = evaluate(run, tasks=("heldout",))
+    dataset, model = run.dataset(), run.load_model()
+    nats = size = 0.0
+    for document in dataset.validation_documents():
+        tokens = dataset.tokenizer().encode(document.text)
+        for start in range(0, len(tokens), 64):
+            end = min(start + 64, len(tokens))
+            row = [dataset.eos_id, *tokens][max(0, end - 64) : end]
+            with torch.no_grad():
+                logits_TV = model(torch.tensor([row]))[0]
+            target = torch.tensor(tokens[start:end])
+            nats += float(torch.nn.functional.cross_entropy(logits_TV[-len(target) :], target, reduction="sum"))
+        size += document.num_bytes
+    assert report["heldout"].metric("bits_per_byte").value == pytest.approx(nats / size / np.log(2), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, mirror, monkeypatch):
+    monkeypatch.setattr(Run, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match="'heldot' is unknown. Did you mean 'heldout'"):
+        evaluate(run, tasks=("heldot",), mirror=mirror)
+    with pytest.raises(CheckpointError, match="step 2: .* Complete steps: 3"):
+        evaluate(run, step=2, mirror=mirror)
+    file = run.directory / "eval" / "step_00000003.json"
+    other = EvalReport(name="run", step=3, tokenizer_sha256="00" * 32)
+    other.write(file)
+    with pytest.raises(ConfigError, match="made with tokenizer 000000000000, but the data set of the run now has"):
+        evaluate(run, mirror=mirror)
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        evaluate(run, mirror=mirror)
+    assert file.read_text() == "{"
+    (run.checkpoints.path(3) / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
+        evaluate(run, mirror=mirror)
+
+
+def test_a_subset_is_random_seeded_and_partial(score):
+    report = score(("piqa", "arc_easy"), limit=12, seed=5)
+    for name, total in (("piqa", 30), ("arc_easy", 30)):
+        assert report[name].coverage.startswith(f"partial: 12 of {total} items")
+        assert report[name].seed == 5
+    again = score(("arc_easy",), limit=12, seed=5)
+    assert again["arc_easy"].metrics == report["arc_easy"].metrics, "other tasks must not change the draw"
+    whole = score(limit=30)["piqa"]
+    assert (whole.num_items, whole.partial, whole.seed) == (30, False, None)
+
+
+def test_the_subset_is_not_the_first_items():
+    chosen = choose_items("piqa", 1838, 200, seed=1) or []
+    assert chosen == sorted(set(chosen)) and len(chosen) == 200
+    assert chosen == choose_items("piqa", 1838, 200, seed=1)
+    assert 600 < sum(chosen) / 200 < 1240
+    assert chosen != choose_items("piqa", 1838, 200, seed=2)
+    assert choose_items("piqa", 1838, None, 1) is choose_items("piqa", 1838, 1838, 1) is None
+
+
+def test_the_subset_scores_the_chosen_items(decoder, tokenizer, mirror, score, write_rows, tmp_path):
+    """Scoring the chosen items as a data set of their own gives the same numbers."""
+    import pyarrow.parquet
+
+    from kit.evaluate.task_data import BENCHMARKS
+
+    rows = pyarrow.parquet.read_table(mirror / BENCHMARKS["arc_easy"].path).to_pylist()
+    write_rows(tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3) or []])
+    expected = evaluate_model(decoder, tokenizer, 64, ("arc_easy",), mirror=tmp_path)["arc_easy"]
+    found = score(("arc_easy",), limit=9, seed=3)["arc_easy"]
+    assert found.metrics == expected.metrics
+    assert (found.num_items, found.total_items, expected.total_items) == (9, 30, 9)
+
+
+def test_chance_is_the_mean_over_the_items(score):
+    assert score(("piqa",))["piqa"].chance == 0.5
+    assert score(("arc_easy",))["arc_easy"].chance == pytest.approx((1 / 3 + 1 / 4) / 2)
+
+
+def test_a_report_says_what_was_scored_with_what(score, tokenizer):
+    report = score()
+    piqa = report["piqa"]
+    assert [metric.name for metric in piqa.metrics] == ["acc", "acc_norm"]
+    assert piqa.metric("acc").stderr == pytest.approx(
+        (piqa.metric("acc").value * (1 - piqa.metric("acc").value) / 29) ** 0.5
+    )
+    assert piqa.task_version == "1.0" and piqa.harness_version.startswith("0.4")
+    assert piqa.num_truncated == 6 and "6 prompts cut" in report.to_text()
+    assert len(report.tokenizer_sha256) == 64
+
+
+def test_scoring_is_silent_and_draws_no_random_numbers(score, heldout_file, capfd, caplog):
+    """A training process may score itself without changing its course."""
+    states: Any = torch.get_rng_state(), np.random.get_state(legacy=False)
+    score(("piqa", "heldout"), heldout_file=heldout_file)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    after: Any = np.random.get_state(legacy=False)
+    assert (after["state"]["key"] == states[1]["state"]["key"]).all()
+    assert after["state"]["pos"] == states[1]["state"]["pos"]
+    assert capfd.readouterr() == ("", "") and not caplog.records
+
+
+def test_repeated_tasks_are_scored_once(score):
+    assert [found.task for found in score(("piqa", "piqa")).scores] == ["piqa"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "piqa"}, "tasks: 'piqa' is not allowed. Give a list"),
+        ({"tasks": ()}, r"tasks: \(\) is not allowed"),
+        ({"limit": 0}, "limit: 0 is not allowed"),
+    ],
+)
+def test_bad_requests_are_refused(score, options, message):
+    with pytest.raises(ConfigError, match=message):
+        score(**options)
+
+
+def test_held_out_text_must_be_there(score, tmp_path):
+    with pytest.raises(ConfigError, match="heldout: no held-out text was given"):
+        score(("heldout",))
+    file = tmp_path / "validation.jsonl"
+    with pytest.raises(DataError, match="validation.jsonl: no such file"):
+        score(("heldout",), heldout_file=file)
+    for text, message in (('{"text": "a"}\n{"body": 1}\n', "line 2: expected"), ('{"text": ""}\n', "holds no text")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=message):
+            score(("heldout",), heldout_file=file)
+
+
+def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
+    """The download itself is tested beside the mirror; here, that it is asked for, and only then."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(DataError, match="could not be downloaded"):
+        score(mirror=tmp_path / "none", download=True)
+    with pytest.raises(DataError, match="neither in the mirror"):
+        score(mirror=tmp_path / "none")
+
+
+def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "lm_eval" else find(name, *rest)
+    )
+    with pytest.raises(MissingPackageError, match=r"needs lm-eval, which is not installed.*\[eval\]"):
+        score()
+
+
+def test_the_package_imports_without_torch_or_the_harness():
+    check = "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True).stdout == "[]\n"

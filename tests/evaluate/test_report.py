@@ -1,0 +1,106 @@
+"""Reports: what they say, and that scores of other tasks are never lost."""
+
+import pytest
+
+from kit.errors import ConfigError
+from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.resolver import DataSource
+
+
+def score(task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0) -> TaskScore:
+    return TaskScore(
+        task=task,
+        metrics=(Metric(name="acc", value=value, stderr=0.01), Metric(name="likelihood", value=-1.0)),
+        num_items=items,
+        total_items=1838,
+        seed=None if items == 1838 else 7,
+        num_truncated=cut,
+        num_fewshot=shots,
+        chance=0.5,
+        task_version="1.0",
+        harness_version="0.4.13",
+        data=(DataSource(origin="mirror", path="baber/piqa/default/validation.parquet", sha256="ab" * 32),),
+        seconds=1.25,
+    )
+
+
+def report(*scores: TaskScore) -> EvalReport:
+    return EvalReport(name="<demo>", step=100, tokens_seen=51200, tokenizer_sha256="cd" * 32, scores=scores)
+
+
+def test_a_report_survives_json():
+    before = report(score(), score("arc_easy", items=200))
+    assert EvalReport.from_json(before.to_json()) == before
+
+
+def test_a_subset_is_called_partial_everywhere():
+    partial = report(score(items=200))
+    assert partial["piqa"].partial and partial["piqa"].coverage == "partial: 200 of 1,838 items"
+    for text in (partial.to_text(), partial._repr_html_()):
+        assert text.count("partial: 200 of 1,838 items") == 2  # on every row
+    whole = report(score())
+    assert not whole["piqa"].partial and whole["piqa"].coverage == "1,838 items"
+    assert "partial" not in whole.to_text()
+
+
+def test_cut_prompts_are_told():
+    assert score(cut=12).coverage == "1,838 items; 12 prompts cut"
+
+
+def test_rows_show_error_chance_shots_version_and_data():
+    accuracy, likelihood = report(score(value=0.625, shots=5)).rows()
+    assert accuracy == {
+        "task": "piqa",
+        "metric": "acc",
+        "value": "0.6250 ± 0.0100",
+        "chance": "0.500",
+        "coverage": "1,838 items",
+        "shots": "5",
+        "version": "task 1.0, lm-eval 0.4.13",
+        "data": "mirror:baber/piqa/default/validation.parquet abababab",
+        "seconds": "1.2",
+    }
+    assert (likelihood["value"], likelihood["chance"]) == ("-1.0000", "")
+
+
+def test_tables_have_a_title_and_escape_text():
+    assert report(score()).to_text().startswith("<demo>, step 100, 51,200 training tokens\ntask  metric")
+    assert "&lt;demo&gt;, step 100" in report(score())._repr_html_()
+    assert "(no scores)" in report().to_text()
+
+
+def test_scores_of_other_tasks_are_kept(tmp_path):
+    file = tmp_path / "eval" / "step_00000100.json"
+    report(score(value=0.5), score("arc_easy")).write_merged(file)
+    report(score(value=0.6), score(shots=5), score("heldout")).write_merged(file)
+    merged = EvalReport.read(file)
+    assert [(s.task, s.num_fewshot) for s in merged.scores] == [
+        ("piqa", 0), ("arc_easy", 0), ("piqa", 5), ("heldout", 0),
+    ]  # fmt: skip
+    assert merged["piqa"].metric("acc").value == 0.6
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_partial_score_does_not_replace_a_complete_one(tmp_path):
+    file = tmp_path / "step_00000100.json"
+    report(score(value=0.1, items=100)).write_merged(file)
+    report(score(value=0.2, items=200)).write_merged(file)
+    assert EvalReport.read(file)["piqa"].metric("acc").value == 0.2
+    report(score(value=0.3)).write_merged(file)
+    report(score(value=0.4, items=200)).write_merged(file)
+    assert EvalReport.read(file)["piqa"].metric("acc").value == 0.3
+
+
+def test_a_file_that_is_no_report_is_not_overwritten(tmp_path):
+    file = tmp_path / "step_00000100.json"
+    file.write_text("{}\n")
+    with pytest.raises(ConfigError, match="name: missing"):
+        report(score()).write_merged(file)
+    assert file.read_text() == "{}\n"
+
+
+def test_absent_tasks_and_metrics_are_named():
+    with pytest.raises(KeyError, match="no task 'boolq'; it has piqa"):
+        report(score())["boolq"]
+    with pytest.raises(KeyError, match="piqa has no metric 'f1'; it has acc, likelihood"):
+        score().metric("f1")

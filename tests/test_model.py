@@ -1,0 +1,171 @@
+import pytest
+import torch
+
+from kit.model import Decoder, build_decoder, rotate
+from kit.spec import ModelSpec
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA_NAMES = {
+    "embedding.tokens": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+def llama_name(name: str) -> str:
+    """Returns transformers' name of one of our Llama parameters."""
+    if name in ("norm.weight", "embedding.tokens.weight", "output.weight"):
+        return {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}.get(
+            name, "model.embed_tokens.weight"
+        )
+    _, layer, rest = name.split(".", 2)
+    rest, suffix = rest.rsplit(".", 1)
+    if rest in LLAMA_NAMES:
+        return f"model.layers.{layer}.{LLAMA_NAMES[rest]}.{suffix}"
+    block, part = rest.split(".")
+    return f"model.layers.{layer}.{LLAMA_NAMES[block]}.{LLAMA_NAMES[part]}.{suffix}"
+
+
+def gpt2_state(decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Returns our GPT's weights as GPT2LMHeadModel stores them: fused q, k, v and transposed matrices."""
+    ours = dict(decoder.named_parameters())
+    theirs = {
+        "transformer.wte.weight": ours["embedding.tokens.weight"],
+        "transformer.wpe.weight": ours["embedding.positions.weight"],
+        "transformer.ln_f.weight": ours["norm.weight"],
+        "transformer.ln_f.bias": ours["norm.bias"],
+        "lm_head.weight": ours["embedding.tokens.weight"],
+    }
+    for i in range(decoder.spec.num_layers):
+        for kind in ("weight", "bias"):
+            layer, block = f"layers.{i}", f"transformer.h.{i}"
+            fused = torch.cat([ours[f"{layer}.attention.{part}.{kind}"] for part in ("query", "key", "value")])
+            theirs[f"{block}.attn.c_attn.{kind}"] = fused.t() if kind == "weight" else fused
+            for name, their_name in (
+                ("attention.output", "attn.c_proj"),
+                ("feed_forward.up", "mlp.c_fc"),
+                ("feed_forward.down", "mlp.c_proj"),
+            ):
+                value = ours[f"{layer}.{name}.{kind}"]
+                theirs[f"{block}.{their_name}.{kind}"] = value.t() if kind == "weight" else value
+            theirs[f"{block}.ln_1.{kind}"] = ours[f"{layer}.attention_norm.{kind}"]
+            theirs[f"{block}.ln_2.{kind}"] = ours[f"{layer}.feed_forward_norm.{kind}"]
+    return theirs
+
+
+def test_logits_equal_transformers_llama():
+    spec = ModelSpec.preset("demo").replace(init_std=0.1)
+    decoder = randomise_norms(build_decoder(spec))
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_hidden_size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
+        max_position_embeddings=spec.sequence_length, rms_norm_eps=spec.norm_eps, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config)
+    reference.load_state_dict({llama_name(name): p for name, p in decoder.named_parameters()})
+    assert_same_logits(decoder, reference)
+
+
+def test_logits_equal_transformers_gpt2():
+    spec = ModelSpec.gpt(
+        name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=500, sequence_length=64,
+        activation="gelu_tanh", init_std=0.1,
+    )  # fmt: skip
+    decoder = randomise_norms(build_decoder(spec))
+    config = transformers.GPT2Config(
+        vocab_size=500, n_positions=64, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    reference = transformers.GPT2LMHeadModel(config)
+    reference.load_state_dict(gpt2_state(decoder))
+    assert_same_logits(decoder, reference)
+
+
+def randomise_norms(decoder: Decoder) -> Decoder:
+    """Gives norms and biases values other than 1 and 0, so that a swap of two of them would show."""
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return decoder
+
+
+@torch.no_grad()
+def assert_same_logits(decoder: Decoder, reference) -> None:
+    tokens = torch.randint(0, decoder.spec.vocab_size, (3, decoder.spec.sequence_length))
+    ours, theirs = decoder.eval()(tokens), reference.eval()(tokens).logits
+    assert theirs.abs().mean() > 0.1, "logits too small to tell models apart"
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_initial_weights_follow_the_spec():
+    spec = ModelSpec.preset("demo")
+    weights = dict(build_decoder(spec, seed=7).named_parameters())
+    plain, scaled = weights["layers.1.attention.query.weight"], weights["layers.1.feed_forward.down.weight"]
+    assert plain.std().item() == pytest.approx(0.02, rel=0.05)
+    assert scaled.std().item() == pytest.approx(0.02 / (2 * spec.num_layers) ** 0.5, rel=0.05)
+    assert (weights["norm.weight"] == 1).all()
+    again = dict(build_decoder(spec, seed=7).named_parameters())
+    other = dict(build_decoder(spec, seed=8).named_parameters())
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not torch.equal(weights["output.weight"], other["output.weight"])
+
+
+def test_causal_attention_sees_no_future(llama_spec):
+    decoder = build_decoder(llama_spec).eval()
+    tokens = torch.randint(0, llama_spec.vocab_size, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = (changed[0, 10:] + 1) % llama_spec.vocab_size
+    with torch.no_grad():
+        before, after = decoder(tokens), decoder(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10:], after[:, 10:])
+
+
+def test_rotation_keeps_length_and_depends_on_distance_only(llama_spec):
+    table = Decoder(llama_spec).rotary(16, torch.device("cpu"))
+    assert table is not None
+    q = torch.randn(1, 1, 1, llama_spec.head_size).expand(1, 1, 16, -1)
+    turned = rotate(q, table)
+    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+    products = turned[0, 0] @ turned[0, 0].T
+    torch.testing.assert_close(products.diagonal(3), products.diagonal(3)[:1].expand(13), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_memory_not_gradients(recompute, llama_spec):
+    tokens = torch.randint(0, llama_spec.vocab_size, (2, 16))
+    gradients, saved = {}, {}
+    for kind in ("none", recompute):
+        decoder, sizes = build_decoder(llama_spec, recompute=kind), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            loss = decoder(tokens).square().mean()
+        loss.backward()
+        gradients[kind] = [parameter.grad for parameter in decoder.parameters()]
+        saved[kind] = sum(sizes)
+    assert all(torch.equal(a, b) for a, b in zip(gradients["none"], gradients[recompute], strict=True))
+    if recompute == "full":
+        assert saved["full"] < 0.5 * saved["none"]
+
+
+def test_one_trillion_parameters_on_the_meta_device():
+    spec = ModelSpec.preset("gpt-1t")
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    assert sum(p.numel() for p in decoder.parameters()) == spec.num_params > 1e12
+
+
+def test_parts_of_a_model_name_weights_alike(llama_spec):
+    whole = set(dict(Decoder(llama_spec).named_parameters()))
+    parts = [set(dict(Decoder(llama_spec, layers=layers).named_parameters())) for layers in (range(0, 2), range(2, 4))]
+    assert parts[0] | parts[1] == whole
+    assert not parts[0] & parts[1]

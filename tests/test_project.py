@@ -1,0 +1,98 @@
+"""Promises about the project itself: one list of dependencies, imports in one direction, small files, light imports."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAMED = {"jupyterlab", "torch", "deepspeed", "ipywidgets", "wandb", "lm-eval"}
+HEAVY = {"torch", "numpy", "matplotlib", "transformers", "lm_eval", "datasets", "pyarrow", "rich", "typer"}
+MAX_LINES = 400
+
+
+def requirement_name(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-")
+
+
+def test_environment_yml_equals_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, last = environment["dependencies"]
+    assert conda == ["python" + PYPROJECT["requires-python"], "pip"]
+    constraints, editable, *pip = last["pip"]
+    assert (constraints, editable) == ("-c constraints.txt", "-e .")
+    extras = PYPROJECT["optional-dependencies"]
+    users = [requirement for extra, requirements in extras.items() if extra != "dev" for requirement in requirements]
+    assert pip == [*PYPROJECT["dependencies"], *users]
+    assert {requirement_name(requirement) for requirement in pip} >= NAMED
+    assert "neuronx-distributed" in (ROOT / "environment.yml").read_text()
+
+
+def test_constraints_pin_every_direct_dependency():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {requirement_name(line) for line in lines if "==" in line}
+    extras = PYPROJECT["optional-dependencies"].values()
+    direct = {requirement_name(r) for r in [*PYPROJECT["dependencies"], *(r for extra in extras for r in extra)]}
+    assert direct <= pinned, f"add to constraints.txt: {sorted(direct - pinned)}"
+    assert not [line for line in lines if "+cpu" in line or "://" in line]
+
+
+def imports_of(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            found.add(node.module)
+    return found
+
+
+def test_imports_go_one_way():
+    for file in (ROOT / "cluster").rglob("*.py"):
+        top = {name.split(".")[0] for name in imports_of(file)}
+        assert not top - set(sys.stdlib_module_names) - {"cluster"}, f"{file}: {top}"
+    for file in (ROOT / "kit").rglob("*.py"):
+        assert "tests" not in {name.split(".")[0] for name in imports_of(file)}
+    model = imports_of(ROOT / "kit" / "model.py")
+    assert not any(name.startswith(("torch.distributed", "kit.parallel")) for name in model)
+
+
+@pytest.mark.parametrize("package", ["kit", "cluster"])
+def test_importing_a_package_loads_nothing_heavy(package):
+    code = f"import sys, {package}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert loaded == []
+
+
+def test_packages_come_from_this_checkout():
+    """Both names exist on the public index, so an installed stranger would be imported silently."""
+    import cluster
+    import kit
+
+    assert Path(kit.__file__).parent == ROOT / "kit"
+    assert Path(cluster.__file__).parent == ROOT / "cluster"
+
+
+def test_files_stay_readable():
+    for package in ("kit", "cluster"):
+        for file in (ROOT / package).rglob("*.py"):
+            lines = len(file.read_text().splitlines())
+            assert lines <= MAX_LINES, f"{file} has {lines} lines. Split it: one job per file."
+            assert ast.get_docstring(ast.parse(file.read_text())), f"{file}: say what it is for in a first docstring"
+
+
+def test_readme_names_commands_that_exist():
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z]+)`", readme)) <= targets
+    help_text = subprocess.run(
+        [sys.executable, "-m", "kit", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for command in set(re.findall(r"^kit ([a-z]+)", readme, flags=re.MULTILINE)):
+        assert command in help_text, f"README uses `kit {command}`, which does not exist"

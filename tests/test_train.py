@@ -1,0 +1,219 @@
+"""Real jobs of real processes: what was promised about killed, stopped and moved runs."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kit
+from cluster.state import JobState, read_state
+from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+
+STEPS = 120
+DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
+PATIENCE_S = 180
+
+
+@pytest.fixture(scope="module")
+def spec(llama_spec):
+    return llama_spec.replace(vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_dataset) -> Recipe:
+    return Recipe(
+        data=str(tiny_dataset.directory), num_steps=STEPS, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
+    )
+
+
+@pytest.fixture(scope="module")
+def unbroken(spec, recipe, tmp_path_factory) -> Run:
+    """A run of two processes that nobody disturbs."""
+    run = kit.launch(tmp_path_factory.mktemp("runs") / "unbroken", spec=spec, plan=DP2, recipe=recipe)
+    assert_done(run)
+    return run
+
+
+def assert_done(run: Run) -> None:
+    status = run.job.wait(timeout_s=PATIENCE_S)
+    assert status.state is JobState.DONE, f"{status}\n{run.job.logs()}"
+
+
+def kill_at(run: Run, step: int) -> None:
+    """Kills the supervisor with SIGKILL, and with it all ranks, once `step` is recorded."""
+    deadline = time.time() + PATIENCE_S
+    while run.metrics().summary()["step"] < step:
+        assert time.time() < deadline and not run.job.status().state.is_final, run.job.logs()
+        time.sleep(0.002)
+    state = read_state(run.directory)
+    assert state is not None and state.process is not None
+    os.kill(state.process.pid, signal.SIGKILL)
+    assert run.job.wait(timeout_s=20).state is JobState.LOST
+
+
+def final_weights(run: Run) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy() for name, p in run.load_model().named_parameters()}
+
+
+def test_run_directory_holds_the_contract(unbroken):
+    names = {path.name for path in unbroken.directory.iterdir()}
+    assert names >= {
+        "spec.json", "plan.json", "recipe.json", "site.json", "job.json", "submit.sh", "env.json", "state.json",
+        "exit.json", "metrics.jsonl", "ranks", "logs", "checkpoints", "plan.attempt_01.json",
+    }  # fmt: skip
+    metrics = unbroken.metrics()
+    assert metrics["step"].tolist() == list(range(1, STEPS + 1))
+    assert (metrics["tokens"] == 8 * 16).all() and (metrics["step_time_s"] > 0).all()
+    assert metrics["loss"][-10:].mean() < 0.7 * metrics["loss"][:5].mean()
+    assert unbroken.checkpoints.steps() == [100, 120]
+    manifest = unbroken.checkpoints.manifest(120)
+    assert (manifest.samples, manifest.tokens, manifest.attempt) == (960, 960 * 16, 1)
+    assert json.loads((unbroken.directory / "env.json").read_text())["torch"]
+
+
+def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(unbroken, spec, recipe, tmp_path):
+    run = kit.launch(tmp_path / "killed", spec=spec, plan=DP2, recipe=recipe)
+    step = random.randint(1, STEPS - 15)
+    print(f"killed at step {step}")
+    kill_at(run, step)
+    kit.resume(run.directory)
+    assert_done(run)
+    ours, theirs = run.metrics(), unbroken.metrics()
+    assert ours["step"].tolist() == theirs["step"].tolist()
+    assert ours["attempt"][-1] == 2
+    assert ours["loss"].tolist() == theirs["loss"].tolist()
+    assert ours["grad_norm"].tolist() == theirs["grad_norm"].tolist()
+    for name, weight in final_weights(unbroken).items():
+        assert np.array_equal(weight, final_weights(run)[name]), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data_parallel": 1, "zero_stage": 0, "tensor_parallel": 2, "sequence_parallel": True},
+        {"data_parallel": 1, "zero_stage": 0, "pipeline_parallel": 2},
+        {"data_parallel": 2, "zero_stage": 3},
+    ],
+    ids=["TP2", "PP2", "ZeRO3"],
+)
+def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, tmp_path):
+    """Goes back to the checkpoint of step 100 and does the last 20 steps again on another layout."""
+    shutil.copytree(unbroken.directory, tmp_path / "moved")
+    shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
+    run = kit.resume(tmp_path / "moved", plan=DP2.replace(**layout))
+    assert_done(run)
+    ours, theirs = run.metrics(), unbroken.metrics()
+    assert ours["attempt"].tolist() == [1] * 100 + [2] * 20
+    assert ours.plans[1] == DP2 and ours.plans[2] != DP2
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+    np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
+
+
+def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp_path):
+    run = kit.launch(tmp_path / "stopped", spec=spec, plan=DP2, recipe=recipe)
+    while run.metrics().summary()["step"] < 5:
+        time.sleep(0.01)
+    run.job.stop()
+    assert_done(run)
+    stopped_at = run.metrics().summary()["step"]
+    assert stopped_at < STEPS, "the stop came too late to test anything"
+    assert run.checkpoints.steps()[-1] == stopped_at
+    kit.resume(run.directory)
+    assert_done(run)
+    assert run.metrics()["loss"].tolist() == unbroken.metrics()["loss"].tolist()
+
+
+def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
+    run = Run.create(tmp_path / "broken", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
+    (run.directory / "recipe.json").write_text(recipe.replace(data=str(tmp_path / "absent")).to_json())
+    kit.launcher.submit(run)
+    status = run.job.wait(timeout_s=PATIENCE_S)
+    assert status.state is JobState.FAILED
+    assert "DataError" in run.job.logs() and "absent" in run.job.logs()
+
+
+# Bad input: refused before anything is started or overwritten ---------------------------------------------------------
+
+
+def refuse(error: type[Exception], message: str, directory: Path, **kwargs) -> None:
+    before = sorted(path.name for path in directory.rglob("*")) if directory.exists() else None
+    with pytest.raises(error) as raised:
+        kit.launch(directory, **kwargs)
+    assert message in str(raised.value)
+    assert (sorted(path.name for path in directory.rglob("*")) if directory.exists() else None) == before
+
+
+def test_missing_and_truncated_data_are_refused(spec, recipe, tmp_path, tiny_dataset):
+    refuse(DataError, "kit data build", tmp_path / "run", spec=spec, plan=DP2, recipe=recipe.replace(data="/nowhere"))
+    cut = tmp_path / "cut"
+    shutil.copytree(tiny_dataset.directory, cut)
+    with (cut / "train.bin").open("r+b") as stream:
+        stream.truncate(1000)
+    refuse(DataError, "train.bin", tmp_path / "run", spec=spec, plan=DP2, recipe=recipe.replace(data=str(cut)))
+
+
+def test_data_that_does_not_fit_is_refused(spec, recipe, tmp_path):
+    long = spec.replace(sequence_length=1_000_000)
+    refuse(DataError, "1,000,000", tmp_path / "run", spec=long, plan=DP2, recipe=recipe)
+    small = spec.replace(vocab_size=128)
+    refuse(ConfigError, "vocab_size is 128", tmp_path / "run", spec=small, plan=DP2, recipe=recipe)
+    many = DP2.replace(global_batch_size=100_000)
+    validating = recipe.replace(validation_every=10)
+    refuse(DataError, "validation batch needs 100000", tmp_path / "run", spec=spec, plan=many, recipe=validating)
+
+
+def test_impossible_layout_is_refused(spec, recipe, tmp_path):
+    plan = Plan(tensor_parallel=3, global_batch_size=8)
+    refuse(ConfigError, "spec.num_heads", tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
+
+
+def test_folders_of_others_are_refused(spec, recipe, tmp_path, unbroken):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    refuse(RunError, "is not a run directory", tmp_path / "mine", spec=spec, plan=DP2, recipe=recipe)
+    other = spec.replace(num_layers=2)
+    refuse(RunError, "spec.num_layers = 4, not 2", unbroken.directory, spec=other, plan=DP2, recipe=recipe)
+    refuse(RunError, "has finished its 120 steps", unbroken.directory, spec=spec, plan=DP2, recipe=recipe)
+
+
+def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match="no space left for a checkpoint: 0.00 GiB needed"):
+        kit.launch(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe)
+    assert not (tmp_path / "run" / "state.json").exists()
+
+
+def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
+    state: dict = {}
+    with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
+        unbroken.checkpoints.load(120, state, spec=spec.replace(num_layers=2), distributed=False)
+    with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
+        unbroken.load_model(step=7)
+
+
+def test_two_launches_of_one_directory(spec, recipe, tmp_path):
+    run = kit.launch(tmp_path / "twice", spec=spec, plan=DP2, recipe=recipe)
+    with pytest.raises(Exception, match="in use: attempt 1"):
+        kit.launch(tmp_path / "twice", spec=spec, plan=DP2, recipe=recipe)
+    run.job.cancel()
+    assert run.job.wait(timeout_s=30).state is JobState.FAILED
+
+
+def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):
+    run = Run.create(tmp_path / "count", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
+    command = [sys.executable, "-m", "kit.train", "--run", str(run.directory)]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"})
+    assert ended.returncode == 1
+    assert "= 2 processes, but 3 were started. Start 2" in ended.stderr
