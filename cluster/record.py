@@ -156,7 +156,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _convert(value: Any, hint: Any, path: str) -> Any:
+def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -179,7 +179,9 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
         if args[-1] is Ellipsis:
             return tuple(_convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
         if len(args) == len(value):
-            return tuple(_convert(item, arg, f"{path}[{i}]") for i, (item, arg) in enumerate(zip(value, args)))
+            return tuple(
+                _convert(item, arg, f"{path}[{i}]") for i, (item, arg) in enumerate(zip(value, args, strict=True))
+            )
     if origin is dict and isinstance(value, dict):
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -86,13 +86,14 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is incomplete or of another model.
         """
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         manifest = self.manifest(step)
         _check_same_model(manifest.spec, spec, self.path(step))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
-            dcp.load(state, storage_reader=dcp.FileSystemReader(self.path(step)), no_dist=not distributed)
+            load(state, storage_reader=FileSystemReader(self.path(step)), no_dist=not distributed)
         return manifest
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
@@ -143,7 +144,7 @@ class CheckpointWriter:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
         self.is_coordinator = dist.get_rank() == 0
-        self.group = dist.new_group(backend="gloo")
+        self.group: Any = dist.new_group(backend="gloo")
         self.pending: tuple[Any, Path, dict] | None = None
 
     def start(self, state: "dict[str, Tensor]", facts: dict) -> None:
@@ -156,14 +157,14 @@ class CheckpointWriter:
         Raises:
             CheckpointError: this or the previous write failed; older checkpoints are intact.
         """
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.finish()
         if self.is_coordinator:
             self.checkpoints.check_space(facts["spec"])
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        writer = dcp.FileSystemWriter(partial)
-        future = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+        future = async_save(state, storage_writer=FileSystemWriter(partial), process_group=self.group)
         self.pending = (future, partial, facts)
 
     def poll(self) -> None:

@@ -29,7 +29,7 @@ def check_scale(scale: str) -> str:
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
-    """Makes and returns a new NAME-001, NAME-002, ... in `parent`, numbered after the last; never one for two callers."""
+    """Makes and returns a new NAME-001, NAME-002, ... in `parent`; two callers never get the same."""
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
     taken = [int(found.name[len(name) + 1 :]) for found in parent.glob(f"{name}-[0-9][0-9][0-9]")]

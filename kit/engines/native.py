@@ -4,6 +4,7 @@ The interface that every engine has: `train_step`, `validation_loss`, `state_dic
 """
 
 import contextlib
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -188,20 +189,23 @@ class _TiedStages:
     """The embedding weight that the first and last pipeline stage both hold, kept equal by summing its gradients."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        embedding = [decoder.embedding.tokens.weight for decoder in engine.decoders if decoder.embedding is not None]
-        output = [decoder.output.weight for decoder in engine.decoders if decoder.output is not None]
-        self.embedding: Parameter | None = embedding[0] if embedding else None
-        self.output: Parameter | None = output[0] if output else None
+        self.embedding: Parameter | None = None
+        self.output: Parameter | None = None
+        for decoder in engine.decoders:
+            if decoder.embedding is not None:
+                self.embedding = cast(Parameter, decoder.embedding.tokens.weight)
+            if decoder.output is not None:
+                self.output = cast(Parameter, decoder.output.weight)
         self.on_one_rank = engine.plan.schedule == "zbv"
         # Ranks of the first and the last stage that share all other coordinates.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
-        self.group = None if self.on_one_rank else dist.new_subgroups_by_enumeration(ends)[0]
+        self.group: Any = None if self.on_one_rank else dist.new_subgroups_by_enumeration(ends)[0]
 
     def reduce_gradients(self) -> None:
         """Adds up the gradients of both copies."""
         if self.on_one_rank and self.embedding is not None and self.output is not None:
-            self.embedding.grad += self.output.grad
-            self.output.grad.copy_(self.embedding.grad)
+            total = cast(Tensor, self.embedding.grad) + cast(Tensor, self.output.grad)
+            self.embedding.grad, self.output.grad = total, total.clone()
         elif not self.on_one_rank:
             reduce_tied(self.embedding if self.embedding is not None else self.output, self.group)
 

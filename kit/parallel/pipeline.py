@@ -1,6 +1,7 @@
 """Pipeline parallelism: which layers each rank holds, and torch's schedules over them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def build_schedule(
         for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True)
     ]
     kind = SCHEDULES[plan.schedule]
-    held = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+    held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
 
 

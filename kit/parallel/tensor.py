@@ -45,9 +45,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         styles |= {
             "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=T_AXIS),
             "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(
-                input_layouts=(T_AXIS, None), desired_input_layouts=(Replicate(), None)
-            ),
+            "attention": PrepareModuleInput(input_layouts=(T_AXIS, None), desired_input_layouts=(Replicate(), None)),
             "feed_forward_norm": SequenceParallel(),
             "feed_forward": PrepareModuleInput(input_layouts=(T_AXIS,), desired_input_layouts=(Replicate(),)),
             "norm": SequenceParallel(),
