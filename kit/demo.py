@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         execute(options.notebook, executed, console=console)
     except NotebookError as error:
-        console.print(Text.from_ansi(str(error)))
+        console.print(Text.from_ansi(str(error)), soft_wrap=True)
         code = 1
     except KeyboardInterrupt:
         console.print("Stopped.")

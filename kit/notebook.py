@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.record import ConfigError, suggestion
+from kit.data.dataset import DESCRIPTION, Dataset
 
 SCALES = ("demo", "cluster")
 NOT_YET = (
@@ -26,6 +27,22 @@ def check_scale(scale: str) -> str:
     if scale == "cluster":
         raise ConfigError(NOT_YET)
     return "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are small."
+
+
+def demo_dataset(directory: str | Path) -> Dataset:
+    """Returns the dataset in a folder; where there is none, it is built first, from the text of this installation.
+
+    What is there is kept although that text changes with every package that is installed: the demo wants any text, and
+    `dataset.json` says which it was.
+
+    Raises:
+        DataError: the folder holds something else, or a damaged dataset.
+    """
+    if (Path(directory) / DESCRIPTION).exists():
+        return Dataset.open(directory)
+    from kit.data import build_dataset
+
+    return build_dataset(directory, progress=False)
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
