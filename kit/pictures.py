@@ -112,10 +112,11 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
             accuracy = score.metric("acc")
             rows.append({"task": score.task, "accuracy": accuracy.value, "stderr": accuracy.stderr})
             right.errorbar(accuracy.value, place, xerr=1.96 * (accuracy.stderr or 0), fmt="o", color=GREEN, capsize=3)
-            right.plot([score.chance] * 2, [place - 0.25, place + 0.25], color=GREY, linewidth=1.5)
-        right.set_yticks(range(len(choices)), [f"{score.task}\n{score.coverage}" for score in choices])
-        right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.5))
-        right.set_title("Accuracy, 95 % interval; grey: chance")
+            right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
+            right.text(1, place + 0.32, score.coverage, color=GREY, ha="right", fontsize=7.5)
+        right.set_yticks(range(len(choices)), [score.task for score in choices])
+        right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
+        right.set_title("Accuracy with 95 % interval; grey: chance")
         for axis in (left, right):
             axis.grid(visible=False)
     return figure, rows

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kit.metrics import Metrics
+from kit.plan import Plan
 from kit.run import Run
 
 EMA_STEPS = 5
@@ -84,26 +85,40 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
             color=GREY,
             fontsize=8,
         )
-    axis.legend(loc="upper right", bbox_to_anchor=(1, 0.93) if baselines else None)
+    axis.legend(loc="upper right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.85)
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
+    plans = run.plans()
     axis.plot(table["step"], scale * table[name], ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
         median = scale * float(np.median(table[name][here]))
         axis.plot(table["step"][here][[0, -1]], [median, median], color=GREEN)
         text = f"{median:.1f} %" if name == "mfu" else f"{median:,.0f}"
-        axis.annotate(text, (table["step"][here].mean(), median), xytext=(0, 4), textcoords="offset points",
-                      ha="center", color=GREEN)  # fmt: skip
+        axis.annotate(
+            f"{text}\n{_layout(plans[attempt])}" if attempt in plans else text,
+            (table["step"][here].mean(), 0.98),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="top",
+            color=GREEN,
+            fontsize=8,
+        )
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         top = np.nanmax(scale * table[name], initial=1)
-        axis.set_ylim(0, min(100, 10 * math.ceil(1.15 * top / 10)))
+        axis.set_ylim(0, 10 * math.ceil(1.25 * top / 10))
     else:
         axis.set_title("Tokens/s (no MFU: peak unknown)")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.25 * np.nanmax(table[name], initial=1))
+
+
+def _layout(plan: Plan) -> str:
+    """Returns the parallel degrees above 1, short: `TP2 PP2`; `1 device` where there is none."""
+    degrees = {"TP": plan.tensor_parallel, "PP": plan.pipeline_parallel, "DP": plan.data_parallel}
+    return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
 
 
 def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
