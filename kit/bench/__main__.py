@@ -1,0 +1,55 @@
+"""`python -m kit.bench [NAME ...]`: measures side by side on this machine, and puts the tables into the README."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from kit.bench import overhead, startup, train_speed
+from kit.bench.results import Row, load_average, table, write_results, write_tables
+from kit.data import Dataset
+from kit.errors import ConfigError
+from kit.notebook import demo_dataset
+
+BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
+    "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
+    "startup": startup.measure,
+    "overhead": overhead.measure,
+}
+
+
+def main() -> int:
+    """Runs the named benchmarks, by default all, and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m kit.bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all")
+    parser.add_argument("--data", type=Path, default=Path("data/demo"), help="dataset; built if absent")
+    parser.add_argument("--document", type=Path, default=Path("README.md"), help="whose tables are refreshed")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(BENCHMARKS)}.")
+    console = Console()
+    dataset = demo_dataset(options.data)
+    for name in options.names or BENCHMARKS:
+        load = load_average()
+        console.rule(name)
+        with tempfile.TemporaryDirectory(prefix="kit-bench-") as workplace, console.status(f"measuring {name}"):
+            rows = BENCHMARKS[name](Path(workplace), dataset)
+        results = write_results(name, rows, command=f"python -m kit.bench {name}", load_before=load)
+        console.print(Markdown(table(results)))
+    try:
+        written, kept = write_tables(options.document)
+    except ConfigError as error:
+        console.print(f"[red]{error}[/]")
+        return 1
+    console.print(
+        f"{options.document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""How long a user waits: for `import kit`, and from `launch` to the first optimizer step of the demo model."""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kit.bench.results import Row, row
+from kit.data import Dataset
+from kit.launcher import launch
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+LAYOUTS = {
+    "1 process": Plan(global_batch_size=16, micro_batch_size=4),
+    "TP2 x PP2, 4 processes": Plan(global_batch_size=16, micro_batch_size=4, tensor_parallel=2, pipeline_parallel=2),
+}
+
+
+def measure(workplace: Path, dataset: Dataset) -> list[Row]:
+    """Returns import times, and times from `launch` to the end of the first step.
+
+    Args:
+        workplace: an empty folder.
+        dataset: to train on; its vocabulary must fit the demo model.
+    """
+    empty = _median_s("pass", repeats=9)
+    rows = [_import_row(package, empty) for package in ("kit", "cluster")]
+    rows.append(row("`import torch`, for comparison", _median_s("import torch", repeats=3) - empty, "s"))
+    for name, plan in LAYOUTS.items():
+        times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(3)]
+        note = f"median of 3, {min(times):.1f} to {max(times):.1f} s"
+        rows.append(row(f"`kit launch` to first step, {name}", statistics.median(times), "s", note=note))
+    return rows
+
+
+def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
+    """Returns the seconds from the call of `launch` to the end of the first optimizer step.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    recipe = Recipe(data=str(dataset.directory), num_steps=1, learning_rate=1e-3, checkpoint_every=None)
+    start = time.time()
+    run = launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=recipe)
+    wait_until_done(run)
+    return float(run.metrics()["time"][0]) - start
+
+
+def wait_until_done(run: Run, *, limit_s: float = 600) -> None:
+    """Waits for the end of a run.
+
+    Raises:
+        RuntimeError: it failed; with the end of its log.
+    """
+    status = run.job.wait(limit_s)
+    if status.state != "done":
+        raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
+
+
+def _import_row(package: str, empty_s: float) -> Row:
+    loaded = json.loads(_output(f"import {package}, sys, json; print(json.dumps('torch' in sys.modules))"))
+    seconds = _median_s(f"import {package}", repeats=9) - empty_s
+    note = "beyond an empty interpreter; " + ("torch is imported" if loaded else "torch is not imported")
+    return row(f"`import {package}`", seconds, "s", at_most=0.3, note=note)
+
+
+def _median_s(code: str, *, repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        _output(code)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _output(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

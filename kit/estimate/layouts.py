@@ -1,0 +1,123 @@
+"""Layouts: many models and plans as arrays, so that one formula answers for all of them at once.
+
+Notation of the formulas in this folder: L layers, h hidden size, a heads, k key/value heads, d head size, f
+feed-forward size, V vocabulary, s sequence length; t, p, v, c, r degrees of tensor, pipeline (and virtual stages),
+context and data parallelism (replicas); b micro-batch size and B global batch size in sequences; m micro-batches.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Self
+
+import numpy as np
+
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+Array = np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Shapes and plans of many training steps, as arrays that broadcast against each other.
+
+    Whole numbers are float64 arrays, since products of them pass 2^63; flags are bool; codes are int8.
+    """
+
+    num_layers: Array
+    hidden_size: Array
+    num_heads: Array
+    num_kv_heads: Array
+    ffn_hidden_size: Array
+    vocab_size: Array
+    sequence_length: Array
+    gated: Array
+    tied_embeddings: Array
+    tensor_parallel: Array
+    pipeline_parallel: Array
+    virtual_stages: Array
+    context_parallel: Array
+    data_parallel: Array
+    zero_stage: Array
+    sequence_parallel: Array
+    micro_batch_size: Array
+    global_batch_size: Array
+    recompute: Array
+    """Index into RECOMPUTE."""
+    schedule: Array
+    """Index into SCHEDULES."""
+    flash_attention: Array
+    """0: scores are written to memory; 1, 2: first and second generation of fused attention."""
+    fused_norm: Array
+    """Norm and rotary kernels are fused, so that each reads and writes once."""
+    gradient_bytes: Array
+    """Bytes of one accumulated gradient: 2 or 4."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
+        """Returns plans of one model, or of as many models as plans, with the kit's kernels unless said otherwise.
+
+        Args:
+            spec: one for all plans, or one each.
+            plans: the layouts.
+            kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `context_parallel`: numbers or arrays.
+        """
+        plans = list(plans)
+        specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
+        columns = {name: _column([getattr(each, name) for each in specs]) for name in SHAPES}
+        columns |= {name: _column([getattr(plan, name) for plan in plans]) for name in DEGREES}
+        columns["recompute"] = np.array([RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8)
+        columns["schedule"] = np.array([SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8)
+        return cls(**columns, **{name: np.asarray(value) for name, value in (KERNELS | kernels).items()})
+
+    @property
+    def num_microbatches(self) -> Array:
+        """m, per replica and step."""
+        return self.global_batch_size / (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def num_devices(self) -> Array:
+        """t x p x c x r."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that all columns broadcast to."""
+        return np.broadcast_shapes(*(getattr(self, field.name).shape for field in dataclasses.fields(self)))
+
+    def __len__(self) -> int:
+        return int(np.prod(self.shape))
+
+    def select(self, rows: Array | slice) -> Self:
+        """Returns some of the layouts, by index, mask or slice; columns of size 1 stay as they are."""
+        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(**{name: column[rows] if column.size > 1 else column for name, column in columns.items()})
+
+    def plan(self, index: int) -> Plan:
+        """Returns one layout as a Plan (bf16), as the engines take it.
+
+        Raises:
+            ConfigError: the layout uses what a Plan does not have, or breaks one of its rules.
+        """
+        row = {name: np.broadcast_to(getattr(self, name), self.shape).flat[index] for name in DEGREES}
+        degrees = {name: bool(value) if name == "sequence_parallel" else int(value) for name, value in row.items()}
+        recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
+        schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
+        return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16")
+
+
+SHAPES = (
+    "num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size", "sequence_length",
+    "gated", "tied_embeddings",
+)  # fmt: skip
+DEGREES = (
+    "tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage", "sequence_parallel",
+    "micro_batch_size", "global_batch_size",
+)  # fmt: skip
+KERNELS = {"flash_attention": 2, "fused_norm": True, "gradient_bytes": 4.0, "context_parallel": 1.0}
+
+
+def _column(values: list) -> Array:
+    return np.array(values, dtype=bool if isinstance(values[0], bool) else float)

@@ -1,0 +1,65 @@
+"""The notebooks: how they are written, and that each runs to its end on this machine without a network."""
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError
+
+from kit.demo import REPOSITORY, execute
+
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
+MAX_CODE_CELLS, MAX_LINES = 25, 20
+by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder laid out like the repository, so that what notebooks write stays out of it; they share one dataset."""
+    workplace = tmp_path_factory.mktemp("notebooks")
+    (workplace / "notebooks").mkdir()
+    return workplace
+
+
+@by_name
+def test_is_written_by_the_rules(notebook: Path) -> None:
+    cells = nbformat.read(notebook, as_version=4).cells
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert len(code) <= MAX_CODE_CELLS
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), "committed without outputs"
+    assert all(len(cell.source.splitlines()) <= MAX_LINES for cell in code)
+    assert not any(line.startswith("class ") for cell in code for line in cell.source.splitlines())
+    parameters = [cell for cell in code if "parameters" in cell.metadata.get("tags", [])]
+    assert [cell.source for cell in parameters] == ['SCALE = "demo"'], "one cell with the one parameter"
+    assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    assert code[-1].source.count("assert ") >= 3, "ends with checks of what it claimed"
+    assert len({cell.id for cell in cells}) == len(cells)
+
+
+@by_name
+def test_refuses_an_unknown_scale(notebook: Path, workplace: Path) -> None:
+    document = nbformat.read(notebook, as_version=4)
+    for cell in document.cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source = 'SCALE = "dmeo"'
+    broken = workplace / "notebooks" / f"unknown_scale_{notebook.name}"
+    nbformat.write(document, broken)
+    with pytest.raises(CellExecutionError, match="SCALE: 'dmeo' is unknown. Did you mean 'demo'"):
+        execute(broken, workplace / "executed" / broken.name)
+    assert not (workplace / "runs").exists() or not list((workplace / "runs").glob("unknown*"))
+
+
+@by_name
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_runs_to_its_end(notebook: Path, workplace: Path) -> None:
+    copy = Path(shutil.copy(notebook, workplace / "notebooks"))
+    executed = workplace / "executed" / notebook.name
+    execute(copy, executed)
+    cells = [cell for cell in nbformat.read(executed, as_version=4).cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    pictures = [output for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert pictures, "shows at least one picture"
+    complaints = [output.text for cell in cells for output in cell.outputs if output.get("name") == "stderr"]
+    assert not complaints, "no warnings on the page"
