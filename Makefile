@@ -1,10 +1,10 @@
-# make demo | test | lab | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | test | lab | gallery | bench | check     Each sets up .venv by itself; nothing outside this folder changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test pytest check lab clean
+.PHONY: demo test pytest check lab gallery bench clean
 
 demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -21,6 +21,12 @@ check: .venv/dev-installed  ## format, lint, types
 
 lab: .venv/demo-installed  ## the notebooks in a browser
 	$(BIN)/jupyter lab notebooks
+
+gallery: .venv/demo-installed  ## run all notebooks and keep their pictures in notebooks/gallery
+	$(BIN)/python -m kit.gallery
+
+bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of the README
+	$(BIN)/python -m kit.bench
 
 clean:
 	rm -rf .venv build results runs data

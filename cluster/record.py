@@ -8,6 +8,7 @@ Standard library only.
 import dataclasses
 import difflib
 import enum
+import functools
 import html
 import json
 import os
@@ -32,7 +33,7 @@ class Record:
     """Base of all frozen, keyword-only, JSON-round-trip records."""
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
+        hints = _hints(type(self))
         for field in dataclasses.fields(self):
             path = f"{path_name(type(self))}.{field.name}"
             value = _convert(getattr(self, field.name), hints[field.name], path)
@@ -67,7 +68,7 @@ class Record:
         for key in data:
             if key not in fields:
                 raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), fields)}")
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         values = {key: _convert(value, hints[key], f"{path}.{key}") for key, value in data.items()}
         for name, field in fields.items():
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -107,6 +108,12 @@ class Record:
     def _repr_html_(self) -> str:
         rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return html_table(type(self).__name__, rows)
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    # Looked up once: a heartbeat is a record too, and a job writes one a second.
+    return typing.get_type_hints(cls)
 
 
 def path_name(cls: type) -> str:

@@ -31,7 +31,7 @@ from kit.errors import DataError, RunError
 from kit.metrics import MetricsWriter
 from kit.run import Run
 
-HEARTBEAT_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 1.0
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 

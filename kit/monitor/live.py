@@ -1,9 +1,10 @@
-"""A run below a notebook cell: one view in HTML and SVG, redrawn in place until the job ends.
+"""A run below a notebook cell: one view in HTML with a drawn curve, redrawn in place until the job ends.
 
 It needs no front-end extension, and a saved notebook shows its last state.
 """
 
 import asyncio
+import base64
 import html
 import time
 from typing import Any
@@ -119,7 +120,14 @@ def _curve(metrics: Metrics, num_steps: int, baselines: dict[str, float]) -> str
         + _label(WIDTH - 8, HEIGHT - 4, f"step {num_steps}", "end")
         + _label(left, HEIGHT - 4, "training loss, nats per token", "start")
     )
-    return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' style='width:100%;margin-top:8px'>{dashed}{lines}{labels}</svg>"
+    svg = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' "
+        f"font-family='system-ui,sans-serif' font-size='11'>{dashed}{lines}{labels}</svg>"
+    )
+    # As an image: JupyterLab strips drawings, though not images, from pages that the reader did not execute.
+    source = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+    alt = f"training loss from {metrics['loss'][0]:.2f} to {metrics['loss'][-1]:.2f} in {len(metrics)} steps"
+    return f"<img alt='{alt}' src='{source}' style='width:100%;margin-top:8px'>"
 
 
 def _points(x: np.ndarray, y: np.ndarray) -> str:
@@ -127,8 +135,7 @@ def _points(x: np.ndarray, y: np.ndarray) -> str:
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
-    colour = "var(--jp-ui-font-color2,gray)"
-    return f"<text x='{x}' y='{y:.1f}' font-size='11' fill='{colour}' text-anchor='{anchor}'>{html.escape(text)}</text>"
+    return f"<text x='{x}' y='{y:.1f}' fill='#808080' text-anchor='{anchor}'>{html.escape(text)}</text>"
 
 
 def _last_words(run: Run, state: JobState) -> str:

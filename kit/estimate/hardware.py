@@ -1,0 +1,156 @@
+"""Hardware: the ten numbers of a machine that step time needs; Coefficients: what a calibration fits to them. No torch."""
+
+import dataclasses
+from typing import Any, Self
+
+import numpy as np
+
+from cluster.record import ConfigError, Record, field_doc
+from cluster.site import Site
+
+Number = float | np.ndarray
+NARROW = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
+"""How much faster than bf16 the matrix unit is at its peak; attention and everything else stay in bf16."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a step's time depends on; every number may be an array, one value per layout.
+
+    Bandwidths are of one direction. Groups of up to `near_devices` use `near_bytes_per_s`, up to `node_devices` use
+    `node_bytes_per_s` of one device; larger groups cross `network_bytes_per_s`, which all devices of a node share.
+    """
+
+    peak_flops_per_s: Number
+    matmul_flops_per_s: Number
+    memory_bytes: Number
+    memory_bytes_per_s: Number
+    near_devices: Number
+    near_bytes_per_s: Number
+    node_devices: Number
+    node_bytes_per_s: Number
+    network_bytes_per_s: Number
+    price_per_device_hour: Number
+    """NaN where the site has none."""
+
+    @classmethod
+    def of(cls, site: Site, dtype: str = "bf16") -> Self:
+        """Returns the numbers of a site.
+
+        Args:
+            site: its device, links and price.
+            dtype: of matrix products: one the site has a peak for, or fp8, mxfp8, nvfp4.
+
+        Raises:
+            ConfigError: the site lacks a number that step time needs.
+        """
+        peak = site.peak_flops_per_s("bf16" if dtype in NARROW else dtype)
+        missing = [
+            name
+            for name, value in (
+                (f"device.peak_flops_per_s.{dtype}", peak),
+                ("device.memory_bytes", site.device.memory_bytes),
+                ("device.memory_bytes_per_s", site.device.memory_bytes_per_s),
+            )
+            if value is None
+        ]
+        if missing:
+            raise ConfigError(
+                f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site file, or measure them "
+                f"(kit bench site)."
+            )
+        assert peak and site.device.memory_bytes and site.device.memory_bytes_per_s
+        tiers = site.links.intra_node
+        memory_rate = site.device.memory_bytes_per_s.value
+        near = tiers[0].bytes_per_s.value if tiers else memory_rate  # shared memory where no link is given
+        network = site.links.inter_node_bytes_per_s
+        price = site.price_per_node_hour
+        return cls(
+            peak_flops_per_s=peak,
+            matmul_flops_per_s=peak * NARROW.get(dtype, 1.0),
+            memory_bytes=site.device.memory_bytes.value,
+            memory_bytes_per_s=memory_rate,
+            near_devices=float(tiers[0].num_devices if tiers else site.devices_per_node),
+            near_bytes_per_s=near,
+            node_devices=float(max(site.devices_per_node, tiers[-1].num_devices if tiers else 1)),
+            node_bytes_per_s=tiers[-1].bytes_per_s.value if tiers else near,
+            network_bytes_per_s=_network_per_domain(site, network.value if network else near),
+            price_per_device_hour=price.value / site.devices_per_node if price else float("nan"),
+        )
+
+    @classmethod
+    def like(cls, peak_flops_per_s: float) -> Self:
+        """Returns a guess from the peak alone, in the proportions of an A100 node, for machines without a site."""
+        scale = peak_flops_per_s / 312e12
+        return cls(
+            peak_flops_per_s=peak_flops_per_s, matmul_flops_per_s=peak_flops_per_s, memory_bytes=80 * 2**30,
+            memory_bytes_per_s=2.0e12 * scale, near_devices=8.0, near_bytes_per_s=300e9 * scale, node_devices=8.0,
+            node_bytes_per_s=300e9 * scale, network_bytes_per_s=200e9 * scale, price_per_device_hour=float("nan"),
+        )  # fmt: skip
+
+    @classmethod
+    def stack(cls, machines: list[Self]) -> Self:
+        """Returns arrays, one element per machine given, to go with as many layouts."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: np.array([getattr(machine, name) for machine in machines], float) for name in names})
+
+    def select(self, rows: Any) -> Self:
+        """Returns some elements; numbers that are not arrays stay."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(**{name: v[rows] if isinstance(v, np.ndarray) else v for name, v in values.items()})
+
+
+def _network_per_domain(site: Site, per_node: float) -> float:
+    """Returns bytes/s out of one fast domain, which may span several nodes (NVL72)."""
+    tiers = site.links.intra_node
+    nodes = max(1.0, tiers[-1].num_devices / site.devices_per_node) if tiers else 1.0
+    return per_node * nodes
+
+
+def coefficient(default: float, spread: float, low: float, high: float, text: str) -> Any:
+    """Returns a field of Coefficients: what machines have on average, ln-spread between them, and the bounds."""
+    metadata = {"doc": text, "spread": spread, "low": low, "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coefficients(Record):
+    """Efficiencies and latencies of one machine with its software; defaults are the average of those published.
+
+    Bounds are physics: no efficiency or bandwidth above the peak. The spread of each between machines is the prior of
+    a calibration.
+    """
+
+    gemm_efficiency: float = coefficient(0.80, 0.15, 0.2, 1.0, "of the peak, by very large matrix products")
+    gemm_edge: float = coefficient(44.0, 0.4, 5.0, 400.0, "matrix side at which half the efficiency is lost")
+    memory_efficiency: float = coefficient(0.85, 0.2, 0.3, 1.0, "of the memory bandwidth, by element-wise kernels")
+    attention_efficiency: float = coefficient(0.5, 0.3, 0.1, 1.0, "of the peak, by written-out attention products")
+    flash_efficiency: float = coefficient(0.5, 0.3, 0.1, 1.0, "of the peak, by fused attention")
+    unfused_traffic: float = coefficient(2.0, 0.3, 1.0, 5.0, "memory traffic of unfused over fused norm and rotary")
+    launch_s: float = coefficient(12e-6, 0.5, 1e-7, 2e-4, "host time per kernel")
+    backward_launches: float = coefficient(2.0, 0.2, 1.0, 4.0, "kernels of a backward pass over a forward pass")
+    collective_launch_s: float = coefficient(20e-6, 0.5, 1e-7, 1e-3, "host time per tensor-parallel collective")
+    node_efficiency: float = coefficient(0.75, 0.2, 0.1, 1.0, "of the links inside a node")
+    node_latency_s: float = coefficient(12e-6, 0.5, 1e-6, 2e-4, "per step of a collective inside a node")
+    network_efficiency: float = coefficient(0.75, 0.3, 0.1, 1.0, "of the network between nodes")
+    network_latency_s: float = coefficient(25e-6, 0.5, 2e-6, 1e-3, "per step of a collective between nodes")
+    pipeline_exposed: float = coefficient(0.9, 0.3, 0.05, 1.0, "part of pipeline sends that nothing hides")
+    data_exposed: float = coefficient(0.9, 0.3, 0.05, 1.0, "part of gradient reduction that nothing hides")
+    microbatch_s: float = coefficient(1e-3, 0.7, 1e-6, 5e-2, "host time per micro-batch: data, loss, schedule")
+    step_s: float = coefficient(10e-3, 0.7, 1e-4, 2.0, "host time per step: gradient norm, logging, loader")
+    factor: float = coefficient(1.0, 0.08, 0.5, 2.0, "of the whole time: clocks, stragglers, what is not modelled")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            value, low, high = getattr(self, field.name), field.metadata["low"], field.metadata["high"]
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"coefficients.{field.name}: {value:.4g} is not allowed ({field.metadata['doc']}). "
+                    f"Give {low:g} to {high:g}."
+                )
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
+SPREAD = {field.name: field.metadata["spread"] for field in dataclasses.fields(Coefficients)}
+BOUNDS = {field.name: (field.metadata["low"], field.metadata["high"]) for field in dataclasses.fields(Coefficients)}

@@ -1,0 +1,80 @@
+"""The views of a run: text, HTML below a cell, and the static figure."""
+
+import base64
+import json
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cluster
+from cluster.job import JobSpec
+from cluster.site import Site
+from kit.monitor import run_figure
+from kit.monitor.live import view_html
+from kit.monitor.text import status_row
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run directory with 40 steps in two attempts, whose job has ended."""
+    plans = {1: Plan(global_batch_size=8), 2: Plan(global_batch_size=8, data_parallel=2)}
+    run = Run.create(
+        tmp_path / "a <b> run",
+        spec=ModelSpec.preset("demo"),
+        plan=plans[2],
+        recipe=Recipe(data="data", num_steps=80),
+        site=Site.load("laptop").with_measured_peak("fp32", 1e11, "test"),
+    )
+    for attempt, plan in plans.items():
+        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    rows = [
+        {"step": step, "attempt": 1 + (step > 25), "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048,
+         "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8}
+        for step in range(1, 41)
+    ]  # fmt: skip
+    rows[-1]["validation_loss"] = 6.1
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = JobSpec(name="ended", run_dir=str(run.directory), argv=("true",), num_processes=1)
+    cluster.local.submit(job).wait(20)
+    return run
+
+
+def test_status_row_tells_step_loss_and_speed(run: Run) -> None:
+    row = status_row(run)
+    assert (row["step"], row["num_steps"]) == (40, 80)
+    assert row["loss"] == pytest.approx(6.0) and row["tokens_per_s"] == pytest.approx(4096)
+
+
+def test_html_view_has_a_curve_and_escapes_names(run: Run) -> None:
+    page = view_html(run, {"unigram <i>": 6.62})
+    assert "a &lt;b&gt; run" in page and "<b> run" not in page
+    source = re.search(r"src='data:image/svg\+xml;base64,([^']+)'", page)
+    assert source
+    drawing = base64.b64decode(source[1]).decode()
+    tree = xml.etree.ElementTree.fromstring(drawing)
+    curves = [element.get("points", "").split() for element in tree.iter() if element.tag.endswith("polyline")]
+    assert [len(points) for points in curves] == [40, 40]
+    heights = [float(point.split(",")[1]) for point in curves[0]]
+    assert heights == sorted(heights), "the loss falls, so the curve goes down the page"
+    assert "unigram &lt;i&gt; 6.62" in drawing
+
+
+def test_html_view_before_the_first_step(run: Run) -> None:
+    (run.directory / "metrics.jsonl").write_text("")
+    assert "Waiting for the first step" in view_html(run)
+
+
+def test_figure_and_its_table(run: Run) -> None:
+    figure, table = run_figure(run, baselines={"unigram": 6.62})
+    assert len(table["step"]) == 40 and np.isfinite(table["validation_loss"]).sum() == 1
+    speed = figure.axes[1]
+    labels = [text.get_text() for text in speed.texts]
+    assert any("1 device" in label for label in labels) and any("DP2" in label for label in labels)
+    assert speed.get_title(loc="left") == "MFU, % of peak (fp32)"
