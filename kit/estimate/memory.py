@@ -57,6 +57,8 @@ class Kernels(Record):
     """What a code base keeps for the backward pass beyond the shapes of the model."""
 
     dropout: bool = field_doc("keeps masks of dropout, in models without gate")
+    score_bytes: float = field_doc("kept of one attention score where attention is not fused, dropout not counted")
+    norm_bytes: float = field_doc("kept of one input of an RMSNorm that is not fused")
     fused_gate: bool = field_doc("silu(gate) * up is one kernel, so silu(gate) is not kept")
     selective: Literal["attention", "elementwise"] = field_doc(
         "what selective recompute makes again: the core of attention, or all but matrix products and attention"
@@ -66,8 +68,8 @@ class Kernels(Record):
     logit_bytes: float = field_doc("of one logit at the peak of the loss: bf16, fp32, softmax, gradient")
 
 
-MEGATRON = Kernels(dropout=True, fused_gate=True, selective="attention", gathered_inputs=False, gathered_logits=False, logit_bytes=10)
-KIT = Kernels(dropout=False, fused_gate=False, selective="elementwise", gathered_inputs=True, gathered_logits=False, logit_bytes=10)
+MEGATRON = Kernels(dropout=True, score_bytes=2, norm_bytes=8, fused_gate=True, selective="attention", gathered_inputs=False, gathered_logits=False, logit_bytes=10)
+KIT = Kernels(dropout=False, score_bytes=2, norm_bytes=8, fused_gate=False, selective="elementwise", gathered_inputs=True, gathered_logits=False, logit_bytes=10)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,9 +257,10 @@ class _Shared:
         inputs = 4 * h / (1.0 if kernels.gathered_inputs else q)  # of the query and of the feed-forward matrices
         # A fused norm keeps its input; otherwise RMSNorm keeps an fp32 copy and the fp32 normalised values.
         fused = layouts.fused_norm | plain
-        norms = np.where(fused, 4.0, 16.0) * (h / q)
+        norms = np.where(fused, 4.0, 2 * kernels.norm_bytes) * (h / q)
         masks = 2 * h / q * plain if kernels.dropout else 0.0
-        core = np.where(layouts.flash_attention > 0, 4 * a, (5.0 if kernels.dropout else 2.0) * a * layouts.sequence_length)
+        score_bytes = kernels.score_bytes + 3 * plain if kernels.dropout else kernels.score_bytes
+        core = np.where(layouts.flash_attention > 0, 4 * a, score_bytes * a * layouts.sequence_length)
         core = core / t
         heads = (4 * h + 4 * kv) / t  # query, key, value and the result of attention
         hidden = (2 + gated * (1.0 if kernels.fused_gate else 2.0)) * (2 * f / t)

@@ -53,7 +53,7 @@ def status_table(run: Run) -> Group:
         "grad norm": _show(row.get("grad_norm"), ".3f"),
         "s/step": _show(row.get("step_time_s"), ".3f"),
         "tokens/s": _show(row.get("tokens_per_s"), ",.0f"),
-        "MFU": _show(row.get("mfu"), ".1%") if row.get("mfu") is not None else "peak unknown",
+        "MFU": "peak unknown" if row["step"] and row["mfu"] is None else _show(row.get("mfu"), ".1%"),
         "attempt": _show(row.get("attempt"), "d"),
         "left": _show(row["eta_s"], ".0f", " s"),
         "checkpoints": ", ".join(map(str, row["checkpoints"])) or "none",

@@ -13,6 +13,7 @@ from kit.estimate.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWA
 from kit.estimate.schedule import Simulation, simulate, simulate_plan
 from kit.estimate.timeline import timeline_figure
 from kit.plan import Plan
+from kit.recipe import Recipe
 from tests.workers import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -48,7 +49,9 @@ def test_memory_of_the_schedules(p, m):
     assert held["1f1b"].tolist() == list(range(p, 0, -1))
     assert held["interleaved"][0] == p + (p - 1) / 2
     assert (held["zero_bubble"] == p).all() and (held["zbv"] == p).all()
-    assert even("zbv", p, m, 2, f=1, b=1, w=1).bubble_fraction < even("zero_bubble", p, m, f=1, b=1, w=1).bubble_fraction
+    assert (
+        even("zbv", p, m, 2, f=1, b=1, w=1).bubble_fraction < even("zero_bubble", p, m, f=1, b=1, w=1).bubble_fraction
+    )
 
 
 def test_one_slow_stage_sets_the_pace():
@@ -133,27 +136,16 @@ def test_same_orders_as_torch():
 
 
 def _engine_order(spec, plan):
-    """Runs one step of the engine's schedule and returns what this rank did, in torch's notation."""
+    """Trains one step with the kit's engine and returns what this rank did, in torch's notation."""
     import torch
-    import torch.distributed as dist
 
-    from kit.model import Decoder
-    from kit.parallel.pipeline import build_schedule, stage_indices, stage_layers
+    from kit.engines.native import NativeEngine
 
-    rank, done = dist.get_rank(), []
-    indices = stage_indices(plan, rank)
-    decoders = [Decoder(spec, stage_layers(spec, plan, stage)) for stage in indices]
-    for decoder in decoders:
-        decoder.train()
-    schedule = build_schedule(
-        decoders, plan=plan, pipeline_rank=rank, group=dist.group.WORLD, device=torch.device("cpu"),
-        loss=lambda logits, labels: torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
-    )  # fmt: skip
-    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+    recipe, done = Recipe(data="none", num_steps=1), []
+    engine = NativeEngine(spec, plan, recipe, torch.device("cpu"))
+    for stage in getattr(engine.schedule, "_stages", None) or [engine.schedule._stage]:
         _record(stage, done)
-    tokens = torch.zeros(plan.global_batch_size, spec.sequence_length, dtype=torch.int64)
-    inputs = (tokens,) if 0 in indices else ()
-    schedule.step(*inputs, **({"target": tokens} if plan.num_stages - 1 in indices else {}))
+    engine.train_step(torch.zeros(plan.global_batch_size, spec.sequence_length + 1, dtype=torch.int64), 1e-3)
     return " ".join(done)
 
 
@@ -226,7 +218,7 @@ def test_refuses_impossible_times_and_orders():
     with pytest.raises(ConfigError, match="expected 8"):
         simulate(replaced(kind=np.where(order.kind == BACKWARD, FORWARD, order.kind)), **times)
     with pytest.raises(ConfigError, match="exactly 1 device"):
-        simulate(replaced(stage=order.stage[::-1] * np.array([[1], [0]])), **times)
+        simulate(replaced(stage=np.where(np.arange(4) == 3, 1 - order.stage, order.stage)), **times)
 
 
 def test_timeline_shows_every_operation_and_its_table():
