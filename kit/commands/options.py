@@ -1,0 +1,49 @@
+"""What commands share: their common options, settings by dotted key, and the console."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kit.errors import ConfigError
+
+RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="dotted.key=value, e.g. plan.tensor_parallel=2")]
+
+
+def parse_settings(
+    settings: list[str] | None, allowed: tuple[str, ...] = ("spec", "plan", "recipe")
+) -> dict[str, dict]:
+    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`; values are JSON or plain words."""
+    changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        record, dot, field = key.partition(".")
+        if not (equals and dot and record in allowed):
+            wanted = " or ".join(f"{name}.KEY=VALUE" for name in allowed)
+            raise ConfigError(f"--set {setting!r} is not allowed. Give {wanted}.")
+        try:
+            changes[record][field] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[record][field] = value
+    return changes
+
+
+def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
+    """Prints keys and values as a table, or as JSON."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    table = Table(title=title, title_justify="left", show_header=False)
+    for key, value in values.items():
+        table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
+    console().print(table)
+
+
+def console() -> Console:
+    """Returns a console that colours nothing by itself."""
+    return Console(highlight=False)

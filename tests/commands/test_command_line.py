@@ -1,0 +1,34 @@
+"""The command line: mistakes are told in one sentence on standard error, and nothing is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def _kit(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "kit", *arguments], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("status", "nowhere"), "nowhere is not a run directory"),
+        (("launch", "new", "--set", "tensor_parallel=2"), "--set 'tensor_parallel=2' is not allowed"),
+        (("launch", "new", "--set", "plan.tensr_parallel=2"), "Did you mean 'tensor_parallel'?"),
+        (("launch", "new", "--model", "dmeo"), "spec.preset: 'dmeo' is unknown"),
+        (("launch", "new", "--data", "[/red]none"), "[/red]none: not a dataset"),
+    ],
+)
+def test_mistake_is_one_sentence_and_starts_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    answer = _kit(*arguments, folder=tmp_path)
+    words = " ".join(answer.stderr.split()).replace("/ ", "/")
+    assert answer.returncode == 1 and message in words and "Traceback" not in words
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
+    words = _kit("--help", folder=tmp_path).stdout
+    for command in ("launch", "resume", "status", "watch", "logs", "stop", "checkpoint", "eval", "data", "figure"):
+        assert f"│ {command} " in words
