@@ -9,6 +9,8 @@ from cluster.record import ConfigError, Record, field_doc
 from cluster.site import Site
 
 Number = float | np.ndarray
+TYPICAL_CEILING = 0.85
+"""Of the peak, by the best matrix product, where a site gives no measured ceiling (A100 0.90, H100 0.82)."""
 NARROW = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
 """How much faster than bf16 the matrix unit is at its peak; attention and everything else stay in bf16."""
 
@@ -22,7 +24,11 @@ class Hardware:
     """
 
     peak_flops_per_s: Number
+    """Of the data sheet, for MFU."""
+    attention_flops_per_s: Number
+    """The most that a product in bf16 was seen to reach."""
     matmul_flops_per_s: Number
+    """The same for the products of linear layers, which may have a narrow format."""
     memory_bytes: Number
     memory_bytes_per_s: Number
     near_devices: Number
@@ -60,6 +66,8 @@ class Hardware:
                 f"(kit bench site)."
             )
         assert peak and site.device.memory_bytes and site.device.memory_bytes_per_s
+        matmul = site.device.matmul_flops_per_s.get(dtype if dtype not in NARROW else "bf16")
+        ceiling = matmul.value if matmul else peak * TYPICAL_CEILING
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
         near = tiers[0].bytes_per_s.value if tiers else memory_rate  # shared memory where no link is given
@@ -67,7 +75,8 @@ class Hardware:
         price = site.price_per_node_hour
         return cls(
             peak_flops_per_s=peak,
-            matmul_flops_per_s=peak * NARROW.get(dtype, 1.0),
+            attention_flops_per_s=ceiling,
+            matmul_flops_per_s=ceiling * NARROW.get(dtype, 1.0),
             memory_bytes=site.device.memory_bytes.value,
             memory_bytes_per_s=memory_rate,
             near_devices=float(tiers[0].num_devices if tiers else site.devices_per_node),
@@ -83,7 +92,8 @@ class Hardware:
         """Returns a guess from the peak alone, in the proportions of an A100 node, for machines without a site."""
         scale = peak_flops_per_s / 312e12
         return cls(
-            peak_flops_per_s=peak_flops_per_s, matmul_flops_per_s=peak_flops_per_s, memory_bytes=80 * 2**30,
+            peak_flops_per_s=peak_flops_per_s, attention_flops_per_s=peak_flops_per_s * TYPICAL_CEILING,
+            matmul_flops_per_s=peak_flops_per_s * TYPICAL_CEILING, memory_bytes=80 * 2**30,
             memory_bytes_per_s=2.0e12 * scale, near_devices=8.0, near_bytes_per_s=300e9 * scale, node_devices=8.0,
             node_bytes_per_s=300e9 * scale, network_bytes_per_s=200e9 * scale, price_per_device_hour=float("nan"),
         )  # fmt: skip
@@ -107,10 +117,17 @@ def _network_per_domain(site: Site, per_node: float) -> float:
     return per_node * nodes
 
 
-def coefficient(default: float, spread: float, low: float, high: float, text: str) -> Any:
-    """Returns a field of Coefficients: what machines have on average, ln-spread between them, and the bounds."""
-    metadata = {"doc": text, "spread": spread, "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
+def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
+    """Returns a field of Coefficients.
+
+    Args:
+        fitted: mean and ln-spread among the published machines, as `fitting.population` finds them.
+        guess: the same before any machine was looked at, from vendors' and libraries' benchmarks.
+        bounds: lowest and highest value that physics allows.
+        text: what it is.
+    """
+    metadata = {"doc": text, "spread": fitted[1], "guess": guess, "bounds": bounds}
+    return dataclasses.field(default=fitted[0], metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,30 +138,47 @@ class Coefficients(Record):
     a calibration.
     """
 
-    gemm_efficiency: float = coefficient(0.80, 0.15, 0.2, 1.0, "of the peak, by very large matrix products")
-    gemm_edge: float = coefficient(44.0, 0.4, 5.0, 400.0, "matrix side at which half the efficiency is lost")
-    memory_efficiency: float = coefficient(0.85, 0.2, 0.3, 1.0, "of the memory bandwidth, by element-wise kernels")
-    attention_efficiency: float = coefficient(0.5, 0.3, 0.1, 1.0, "of the peak, by written-out attention products")
-    flash_efficiency: float = coefficient(0.5, 0.3, 0.1, 1.0, "of the peak, by fused attention")
-    unfused_traffic: float = coefficient(2.0, 0.3, 1.0, 5.0, "memory traffic of unfused over fused norm and rotary")
-    score_bytes: float = coefficient(14.0, 0.25, 6.0, 40.0, "memory traffic per written-out attention score")
-    launch_s: float = coefficient(12e-6, 0.5, 1e-7, 2e-4, "host time per kernel")
-    backward_launches: float = coefficient(3.0, 0.3, 1.0, 8.0, "kernels of a backward pass over a forward pass")
-    collective_launch_s: float = coefficient(20e-6, 0.5, 1e-7, 1e-3, "host time per tensor-parallel collective")
-    node_efficiency: float = coefficient(0.75, 0.2, 0.1, 1.0, "of the links inside a node")
-    node_latency_s: float = coefficient(12e-6, 0.5, 1e-6, 2e-4, "per step of a collective inside a node")
-    network_efficiency: float = coefficient(0.75, 0.3, 0.1, 1.0, "of the network between nodes")
-    network_latency_s: float = coefficient(25e-6, 0.5, 2e-6, 1e-3, "per step of a collective between nodes")
-    pipeline_exposed: float = coefficient(0.9, 0.3, 0.05, 1.0, "part of pipeline sends that nothing hides")
-    data_exposed: float = coefficient(0.9, 0.3, 0.05, 1.0, "part of gradient reduction that nothing hides")
-    microbatch_s: float = coefficient(1e-3, 0.7, 1e-6, 5e-2, "host time per micro-batch: data, loss, schedule")
-    step_s: float = coefficient(10e-3, 0.7, 1e-4, 2.0, "host time per step: gradient norm, logging, loader")
-    factor: float = coefficient(1.0, 0.08, 0.5, 2.0, "of the whole time: clocks, stragglers, what is not modelled")
+    gemm_efficiency: float = coefficient((0.811, 0.14), (0.80, 0.15), (0.2, 1.0),
+        "of the peak, by very large matrix products")  # fmt: skip
+    gemm_edge: float = coefficient((44.8, 0.40), (44.0, 0.4), (5.0, 400.0),
+        "matrix side at which half the efficiency is lost")  # fmt: skip
+    memory_efficiency: float = coefficient((0.864, 0.25), (0.85, 0.2), (0.3, 1.0),
+        "of the memory bandwidth, by element-wise kernels")  # fmt: skip
+    attention_efficiency: float = coefficient((0.517, 0.33), (0.5, 0.3), (0.1, 1.0),
+        "of the peak, by written-out attention products")  # fmt: skip
+    flash_efficiency: float = coefficient((0.363, 0.50), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention")
+    unfused_traffic: float = coefficient((3.13, 0.28), (3.0, 0.3), (1.0, 5.0),
+        "memory traffic of unfused over fused norm and rotary")  # fmt: skip
+    score_bytes: float = coefficient((13.6, 0.43), (14.0, 0.25), (6.0, 40.0),
+        "memory traffic per written-out attention score")  # fmt: skip
+    launch_s: float = coefficient((1.43e-05, 0.49), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
+    backward_launches: float = coefficient((3.34, 0.30), (3.0, 0.3), (1.0, 8.0),
+        "kernels of a backward pass over a forward pass")  # fmt: skip
+    collective_launch_s: float = coefficient((2.22e-05, 0.47), (20e-6, 0.5), (1e-7, 1e-3),
+        "host time per tensor-parallel collective")  # fmt: skip
+    node_efficiency: float = coefficient((0.804, 0.34), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
+    node_latency_s: float = coefficient((1.82e-05, 0.90), (12e-6, 0.5), (1e-6, 2e-4),
+        "per step of a collective inside a node")  # fmt: skip
+    network_efficiency: float = coefficient((0.871, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
+    network_latency_s: float = coefficient((2.47e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3),
+        "per step of a collective between nodes")  # fmt: skip
+    pipeline_exposed: float = coefficient((0.74, 0.46), (0.9, 0.3), (0.05, 1.0),
+        "part of pipeline sends that nothing hides")  # fmt: skip
+    data_efficiency: float = coefficient((0.57, 0.51), (0.5, 0.4), (0.02, 1.0),
+        "of the links, by gradient reduction and gathering")  # fmt: skip
+    data_contention: float = coefficient((0.264, 0.60), (0.2, 0.5), (0.01, 0.6),
+        "power at which that falls with the nodes of the job")  # fmt: skip
+    microbatch_s: float = coefficient((0.00114, 0.67), (1e-3, 0.7), (1e-6, 5e-2),
+        "host time per micro-batch: data, loss, schedule")  # fmt: skip
+    step_s: float = coefficient((0.00734, 0.97), (10e-3, 0.7), (1e-4, 2.0),
+        "host time per step: gradient norm, logging, loader")  # fmt: skip
+    factor: float = coefficient((0.914, 0.12), (1.0, 0.08), (0.5, 2.0),
+        "of the whole time: clocks, stragglers, what is not modelled")  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            value, low, high = getattr(self, field.name), field.metadata["low"], field.metadata["high"]
+            value, (low, high) = getattr(self, field.name), field.metadata["bounds"]
             if not low <= value <= high:
                 raise ConfigError(
                     f"coefficients.{field.name}: {value:.4g} is not allowed ({field.metadata['doc']}). "
@@ -154,4 +188,5 @@ class Coefficients(Record):
 
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
 SPREAD = {field.name: field.metadata["spread"] for field in dataclasses.fields(Coefficients)}
-BOUNDS = {field.name: (field.metadata["low"], field.metadata["high"]) for field in dataclasses.fields(Coefficients)}
+BOUNDS = {field.name: field.metadata["bounds"] for field in dataclasses.fields(Coefficients)}
+GUESS = {field.name: field.metadata["guess"] for field in dataclasses.fields(Coefficients)}

@@ -52,6 +52,8 @@ class Layouts:
     """0: scores are written to memory; 1, 2: first and second generation of fused attention."""
     fused_norm: Array
     """Norm and rotary kernels are fused, so that each reads and writes once."""
+    fused_softmax: Array
+    """Where scores are written out, mask and softmax are one kernel."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
 
@@ -62,7 +64,7 @@ class Layouts:
         Args:
             spec: one for all plans, or one each.
             plans: the layouts.
-            kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `context_parallel`: numbers or arrays.
+            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `gradient_bytes`, `context_parallel`: numbers or arrays.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
@@ -116,7 +118,7 @@ DEGREES = (
     "tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage", "sequence_parallel",
     "micro_batch_size", "global_batch_size",
 )  # fmt: skip
-KERNELS = {"flash_attention": 2, "fused_norm": True, "gradient_bytes": 4.0, "context_parallel": 1.0}
+KERNELS = {"flash_attention": 2, "fused_norm": True, "fused_softmax": True, "gradient_bytes": 4.0, "context_parallel": 1.0}
 
 
 def _column(values: list) -> Array:

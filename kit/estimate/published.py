@@ -75,6 +75,7 @@ class PublishedRun:
     recompute: Literal["none", "selective", "full"] = field_doc("in the backward pass", default="none")
     flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
     fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
+    fused_softmax: bool = field_doc("mask and softmax in one kernel, where scores are written out", default=True)
     gradient_bytes: int = field_doc("of one reduced gradient", default=2)
     step_time_s: float | None = field_doc("seconds per iteration; none for out of memory", default=None)
     memory_bytes: float | None = field_doc("most allocated on a device, where the source says", default=None)
@@ -253,7 +254,9 @@ def _kernels(row: dict[str, str], fields: dict[str, str]) -> tuple[dict, list[st
     sequence_parallel = sequence_parallel and "no sequence parallel" not in note
     values = dict(
         recompute=recompute, flash_attention=flash, sequence_parallel=sequence_parallel,
-        fused_norm="RMS" in kernel if kernel else True,
+        fused_norm="RMS" in kernel if kernel else True, fused_softmax=kernel != "torch",
+        # Megatron sums bf16 gradients in fp32; GPT-NeoX reduces them as they are (22B on 2 GCDs would not fit else).
+        gradient_bytes=2 if row["precision"] == "fp16" or "NeoX" in note else 4,
     )  # fmt: skip
     return values, assumed
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import math
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from kit.estimate.search import Machine
+
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
 
@@ -32,7 +37,7 @@ FRONTIER_SPACE: dict[str, tuple] = {
     "zero_stage": (0, 1),
     "num_nodes": (12, 16),
 }
-"""Space of the 175B study of arXiv 2312.12705, section IV, as quoted from it elsewhere: not checked against its text."""
+"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked against the text itself."""
 
 
 class TrialFailure(Exception):
@@ -187,18 +192,35 @@ def _random(trials: Trials, seed: int) -> Sequence[int]:
     return np.random.default_rng(seed).integers([len(choices) for choices in trials.space.values()]).tolist()
 
 
+def _far_from(trials: Trials, seed: int, candidates: int = 64) -> Sequence[int]:
+    """Returns the random choice that is farthest from all trials: the way out where everything has failed so far."""
+    sizes = np.array([len(choices) for choices in trials.space.values()])
+    drawn = np.random.default_rng(seed).integers(sizes, size=(candidates, len(sizes)))
+    apart = (drawn[:, None] - trials.indices()) / np.maximum(1, sizes - 1)
+    return drawn[np.square(apart).sum(axis=2).min(axis=1, initial=len(sizes)).argmax()].tolist()
+
+
 def _optuna(trials: Trials, seed: int) -> Sequence[int]:
     import optuna
 
+    if np.isnan(trials.values).all():
+        return _far_from(trials, seed)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     optimizer = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS)
     study = optuna.create_study(direction="maximize", sampler=optimizer)
     space: dict[str, Any] = {n: optuna.distributions.IntDistribution(0, len(c) - 1) for n, c in trials.space.items()}
-    for index, value in zip(trials.indices().tolist(), trials.filled, strict=True):
+    indices, failed = trials.indices().tolist(), np.isnan(trials.values)
+    # This sampler looks at ranks only: failures rank below every success.
+    for index, value in zip(indices, np.where(failed, trials.filled.min(initial=0) - 1, trials.filled), strict=True):
         params = dict(zip(space, index, strict=True))
         study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=float(value)))
-    asked = study.ask(space).params
-    return [asked[name] for name in space]
+    index: list[int] = []
+    for _ in range(ASK_AGAIN):
+        asked = study.ask(space).params
+        index = [asked[name] for name in space]
+        if index not in indices:
+            break
+    return index
 
 
 def _deephyper(trials: Trials, seed: int) -> Sequence[int]:
@@ -207,7 +229,8 @@ def _deephyper(trials: Trials, seed: int) -> Sequence[int]:
     problem = HpProblem()
     for name, choices in trials.space.items():
         problem.add((0, len(choices) - 1), name)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # among them: a proposal that has been evaluated, which is seen to here
         search = CBO(
             problem, random_state=seed % 2**31, log_dir=folder, surrogate_model="RF", acq_func="UCB",
             multi_point_strategy="cl_min", n_initial_points=STARTUP_TRIALS,
@@ -224,9 +247,292 @@ def _deephyper(trials: Trials, seed: int) -> Sequence[int]:
     return [asked[name] for name in trials.space]
 
 
+def _installed() -> str:
+    for name in ("deephyper", "optuna"):
+        if importlib.util.find_spec(name):
+            return name
+    raise MissingPackageError("optuna", "plan", "Bayesian search (sampler='random' works without)")
+
+
 STARTUP_TRIALS = 10
+"""Random trials before the first proposal of a model."""
+ASK_AGAIN = 8
+"""Times a sampler is asked again when it proposes what has been evaluated."""
 SAMPLERS: dict[str, Callable[[Trials, int], Sequence[int]]] = {
     "deephyper": _deephyper,
     "optuna": _optuna,
     "random": _random,
 }
+
+
+# Objectives ---------------------------------------------------------------------------------------------------------
+
+
+def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None) -> Plan:
+    """Returns the plan on all devices of the nodes that a trial's parameters describe.
+
+    Args:
+        parameters: fields of Plan, and `num_nodes` (default 1) and `num_microbatches` (default 1: gradient
+            accumulation steps), from which data parallelism and global batch size follow.
+        devices_per_node: devices of one node.
+        base: fields that the parameters leave open.
+
+    Raises:
+        ConfigError: the devices do not divide, or a rule of Plan is broken.
+    """
+    fields = {**(base or Plan()).to_dict(), **parameters}
+    devices = fields.pop("num_nodes", 1) * devices_per_node
+    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
+    if devices % held:
+        raise ConfigError(f"plan: tensor x pipeline = {held} devices do not divide {devices}.")
+    fields["data_parallel"] = devices // held
+    count = fields.pop("num_microbatches", 1)
+    return Plan.from_dict({**fields, "global_batch_size": count * fields["micro_batch_size"] * fields["data_parallel"]})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimatedRate:
+    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its memory fails."""
+
+    spec: ModelSpec
+    machine: "Machine"
+    devices_per_node: int
+    base: Plan = dataclasses.field(default_factory=lambda: Plan(precision="bf16"))
+    max_risk: float = 0.1
+
+    def __call__(self, parameters: Parameters) -> float:
+        """Returns tokens per second and device.
+
+        Raises:
+            ConfigError: there is no such plan for this model.
+            TrialFailure: it runs out of memory with a probability above `max_risk`.
+        """
+        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
+        plan.check(self.spec)
+        layouts = Layouts.of(self.spec, [plan])
+        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        if risk.item() > self.max_risk:
+            raise TrialFailure(f"out of memory (probability {risk.item():.2f})")
+        return float(self.machine.step_time(layouts).tokens_per_s.item()) / plan.num_devices
+
+    def rates(self, space: Mapping[str, Sequence]) -> Array:
+        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where it fails."""
+        plans: list[tuple[int, Plan]] = []
+        for number, choice in enumerate(itertools.product(*space.values())):
+            with contextlib.suppress(ConfigError):
+                named = dict(zip(space, choice, strict=True))
+                plan = plan_of(named, devices_per_node=self.devices_per_node, base=self.base)
+                plan.check(self.spec)
+                plans.append((number, plan))
+        grid = np.full([len(choices) for choices in space.values()], np.nan)
+        layouts = Layouts.of(self.spec, [plan for _, plan in plans])
+        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        rate = self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
+        grid.flat[[number for number, _ in plans]] = np.where(risk > self.max_risk, np.nan, rate)
+        return grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredRate:
+    """Objective on real runs of the kit: tokens per second, median over the steps after the first `warm_up`.
+
+    Each trial is a run directory below `directory`, named by its parameters; one that has finished is not run again.
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    directory: Path
+    num_devices: int = 2
+    site: str = "laptop"
+    base: Plan = dataclasses.field(default_factory=Plan)
+    warm_up: int = 2
+    timeout_s: float = 600.0
+
+    def __call__(self, parameters: Parameters) -> float:
+        """Returns tokens per second over all devices.
+
+        Raises:
+            ConfigError, DataError, RunError: the plan cannot run.
+            TrialFailure: the run failed or took longer than `timeout_s`.
+        """
+        from kit.launcher import launch
+        from kit.run import Run
+
+        plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
+        directory = Path(self.directory) / "-".join(f"{name}_{value}" for name, value in sorted(parameters.items()))
+        if (directory / "exit.json").exists():
+            run = Run.open(directory)
+        else:
+            run = launch(directory, spec=self.spec, plan=plan, recipe=self.recipe, site=self.site)
+        try:
+            status = run.job.wait(timeout_s=self.timeout_s)
+        except TimeoutError as error:
+            run.job.cancel()
+            raise TrialFailure(f"no end after {self.timeout_s:.0f} s") from error
+        if status.state is not JobState.DONE:
+            raise TrialFailure(f"{status.state}: {status.reason}")
+        rates = run.metrics().tokens_per_s[self.warm_up :]
+        if not rates.size:
+            raise TrialFailure(f"only {len(run.metrics())} steps, of which {self.warm_up} are warm-up")
+        return float(np.median(rates))
+
+
+# What mattered ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sensitivity:
+    """How much each parameter's choice adds to the objective, by trial: Shapley values, shape (trials, parameters)."""
+
+    space: Mapping[str, tuple]
+    indices: Array
+    values: Array
+    mean: float
+    """Of the objective over the background; a row of `values` sums to its trial's objective less this."""
+
+    @property
+    def importance(self) -> dict[str, float]:
+        """Mean absolute Shapley value of each parameter, largest first."""
+        size = dict(zip(self.space, np.abs(self.values).mean(axis=0).tolist(), strict=True))
+        return dict(sorted(size.items(), key=lambda item: -item[1]))
+
+
+def sensitivity(trials: Trials, grid: Array | None = None) -> Sensitivity:
+    """Returns exact Shapley values of each parameter at each trial, against all trials as background.
+
+    Args:
+        trials: of a search; failures count as the lowest success, as for the sampler.
+        grid: the objective on the whole space, one axis per parameter, NaN where it fails (`EstimatedRate.rates`);
+            without it, of a random forest that is fitted to the trials, as SHAP's tree explainer would.
+
+    Raises:
+        RunError: no trial succeeded.
+        MissingPackageError: there is no grid, and scikit-learn is not installed.
+    """
+    _ = trials.best
+    indices = trials.indices()
+    if grid is None:
+        grid = _forest(trials)
+    filled = np.where(np.isnan(grid), np.nanmin(grid), grid)
+    values, mean = shapley(lambda columns: filled[tuple(columns)], indices, indices)
+    return Sensitivity(space=trials.space, indices=indices, values=values, mean=mean)
+
+
+def shapley(function: Callable[[list[Array]], Array], points: Array, background: Array) -> tuple[Array, float]:
+    """Returns the Shapley values of each parameter at each point, shape (points, parameters), and the base value.
+
+    Exact: all 2^n coalitions. A coalition's worth is the mean of `function` with its members taken from the point and
+    the others from each row of the background.
+
+    Args:
+        function: of one array per parameter, broadcast against each other.
+        points: shape (points, parameters).
+        background: shape (rows, parameters).
+
+    Source: Lundberg and Lee, arXiv 1705.07874, equations 4 and 8 (interventional expectation).
+    """
+    count = points.shape[1]
+    worth = {
+        members: function(
+            [points[:, None, i] if i in members else background[None, :, i] for i in range(count)]
+        ).mean(axis=1)
+        for size in range(count + 1)
+        for members in itertools.combinations(range(count), size)
+    }  # fmt: skip
+    values = np.zeros(points.shape, dtype=float)
+    for members, without in worth.items():
+        weight = 1 / (math.comb(count - 1, len(members)) * count) if len(members) < count else 0.0
+        for i in set(range(count)).difference(members):
+            values[:, i] += weight * (worth[tuple(sorted((*members, i)))] - without)
+    return values, float(np.mean(worth[()]))
+
+
+def _forest(trials: Trials) -> Array:
+    """Returns what a random forest that has seen the trials expects on the whole space, one axis per parameter."""
+    try:
+        from sklearn.ensemble import RandomForestRegressor
+    except ImportError as error:
+        raise MissingPackageError("scikit-learn", "plan", "sensitivity without a grid") from error
+
+    shape = [len(choices) for choices in trials.space.values()]
+    forest = RandomForestRegressor(n_estimators=200, random_state=trials.seed).fit(trials.indices(), trials.filled)
+    return forest.predict(np.indices(shape).reshape(len(shape), -1).T).reshape(shape)
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | None = None) -> tuple[Any, Rows]:
+    """Returns a picture of a search: each trial's value, the best so far, failures below; and its table.
+
+    Args:
+        trials: of one search.
+        unit: of the values, for the title.
+        control: another search whose best so far is drawn beside it, such as random search.
+
+    Raises:
+        RunError: no trial succeeded.
+    """
+    values, best, top = trials.values, trials.best_so_far, trials.best.value or 0.0
+    rows = [
+        {"trial": number, **trial.parameters, "value": trial.value, "best": best[number - 1], "failure": trial.failure}
+        for number, trial in enumerate(trials.trials, start=1)
+    ]
+    number = np.arange(1, len(values) + 1)
+    failed = np.isnan(values)
+    with figure_style() as plt:
+        figure, (axis, below) = plt.subplots(
+            2, figsize=(6.8, 3.4), sharex=True, height_ratios=(8, 1), gridspec_kw={"hspace": 0.02}
+        )
+        axis.plot(number, values, "o", color=BLUE, alpha=0.55, label="trial")
+        axis.step(number, best, where="post", color=BLUE, label="best so far")
+        if control is not None:
+            axis.step(np.arange(1, len(control.trials) + 1), control.best_so_far, where="post", color=GREY,
+                      linestyle=(0, (4, 2)), linewidth=1.2, label=f"best so far, {control.sampler} search")  # fmt: skip
+        axis.set_title(f"{unit}, by trial ({trials.sampler})")
+        axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
+        axis.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
+        axis.tick_params(axis="x", length=0)
+        below.vlines(number[failed], 0, 1, color=VERMILION, linewidth=1.4)
+        below.set(yticks=[0.5], ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))
+        below.set_yticklabels([f"failed: {failed.sum()}\nof {len(values)}"], color=VERMILION)
+        below.grid(visible=False)
+        below.tick_params(axis="y", length=0)
+    return figure, rows
+
+
+def sensitivity_figure(result: Sensitivity, *, unit: str = "objective") -> tuple[Any, Rows]:
+    """Returns a picture of Shapley values, a dot per trial, most important parameter on top, and its table."""
+    names = list(result.importance)
+    rows = [{"parameter": name, "importance": size} for name, size in result.importance.items()]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 0.45 * len(names) + 0.9))
+        dots = None
+        for place, name in enumerate(names):
+            column = list(result.space).index(name)
+            values, choice = result.values[:, column], result.indices[:, column]
+            shade = choice / max(1, len(result.space[name]) - 1)
+            dots = axis.scatter(values, place + _spread(values), c=shade, cmap="viridis", vmin=0, vmax=1, s=11,
+                                linewidth=0, alpha=0.9)  # fmt: skip
+            axis.annotate(f"{result.importance[name]:.3g}", (1, place), xycoords=("axes fraction", "data"),
+                          xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=GREY)  # fmt: skip
+        axis.axvline(0, color=GREY, linewidth=0.8, zorder=1)
+        axis.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.grid(visible=False, axis="y")
+        axis.set_xlabel(f"effect on {unit}")
+        axis.set_title("Shapley value of each trial's choice; grey: mean size")
+        bar = figure.colorbar(dots, ax=axis, pad=0.1, aspect=15, shrink=0.8, ticks=[0, 1])
+        bar.ax.set_yticklabels(["first\nchoice", "last"])
+        bar.outline.set_visible(False)
+    return figure, rows
+
+
+def _spread(values: Array) -> Array:
+    """Returns offsets in -0.35..0.35 that keep dots of nearly equal value apart."""
+    bins = np.round((values - values.min()) / (np.ptp(values) or 1) * 60).astype(int)
+    offsets = np.zeros(len(values))
+    for each in np.unique(bins):
+        where = np.flatnonzero(bins == each)
+        offsets[where] = (np.arange(len(where)) - (len(where) - 1) / 2) * min(0.08, 0.7 / len(where))
+    return offsets

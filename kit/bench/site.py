@@ -1,0 +1,94 @@
+"""`kit bench site`: the numbers of the machine at hand that estimates need: matrix products, memory, collectives."""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cluster
+from cluster.job import JobSpec
+from cluster.record import ConfigError
+from cluster.site import Fact, IntraNodeLink, Links, Site
+from kit.bench.gemm import measured_site
+
+TRIAD_NUMBERS = 2**25
+"""Of each of three fp32 arrays: 128 MiB each, beyond any cache."""
+
+
+def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> Site:
+    """Returns a local site with measured peak, memory bandwidth and links; takes about 20 s.
+
+    The rates of one process while the others idle: what several processes on few cores get is less, and is what a
+    calibration on runs tells.
+
+    Args:
+        site: whose numbers are replaced.
+        num_processes: over which collectives are measured.
+        dtype: of the matrix products.
+
+    Raises:
+        ConfigError: the site is not this machine.
+    """
+    if site.scheduler != "local":
+        raise ConfigError(
+            f"site.scheduler: {site.scheduler!r} is not this machine. Measure inside a job there: "
+            f"`python -m kit.bench.collectives --out FILE` as the command of each rank."
+        )
+    site = measured_site(site, dtype)
+    rows = collectives(num_processes)
+    source = f"measured on this machine: gloo, {num_processes} processes"
+    links = tuple(
+        IntraNodeLink(num_devices=ranks, bytes_per_s=Fact(value=rate, source=source))
+        for ranks, rate in sorted(best_rates(rows).items())
+    )
+    bandwidth = Fact(value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread")
+    return site.replace(
+        device=site.device.replace(memory_bytes_per_s=bandwidth.to_dict()), links=Links(intra_node=links).to_dict()
+    )
+
+
+def collectives(num_processes: int) -> list[dict]:
+    """Returns the rows of `kit.bench.collectives` over processes of this machine.
+
+    Raises:
+        RuntimeError: a process failed; with its last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
+        out = Path(folder) / "collectives.json"
+        argv = (sys.executable, "-m", "kit.bench.collectives", "--out", str(out))
+        job = cluster.local.submit(
+            JobSpec(name="collectives", run_dir=f"{folder}/job", argv=argv, num_processes=num_processes)
+        )
+        status = job.wait(300)
+        if status.state != "done":
+            raise RuntimeError(f"collectives: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")
+        return json.loads(out.read_text())
+
+
+def best_rates(rows: list[dict]) -> dict[int, float]:
+    """Returns the highest all-reduce bus rate in bytes/s, by number of ranks."""
+    rates: dict[int, float] = {}
+    for row in rows:
+        if row["operation"] == "all_reduce":
+            rates[row["ranks"]] = max(row["bus_bytes_per_s"], rates.get(row["ranks"], 0.0))
+    return rates
+
+
+def memory_bytes_per_s(seconds: float = 1.0) -> float:
+    """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        b, c = torch.ones(TRIAD_NUMBERS), torch.ones(TRIAD_NUMBERS)
+        a = torch.empty_like(b)
+        best, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.add(b, c, out=a)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 12 * TRIAD_NUMBERS / best

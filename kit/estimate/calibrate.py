@@ -1,0 +1,272 @@
+"""Calibration: coefficients of one machine from any of its runs, with an interval, and which runs to do next. No torch."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.record import ConfigError, html_table
+from cluster.site import Site
+from kit.estimate import fitting, interval, published
+from kit.estimate.fitting import Prior, Rows
+from kit.estimate.hardware import NAMES, NARROW, Coefficients, Hardware
+from kit.estimate.layouts import Array, Layouts
+from kit.estimate.published import PublishedRun
+from kit.estimate.step_time import StepTime, model_flops_per_token, step_time
+from kit.run import Run
+
+UNIDENTIFIED = 0.9
+"""Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
+RUN_NOISE = 0.05
+"""ln-scale of a calibration run's own error when runs are proposed."""
+SLOW_NOISE = 0.1
+"""More of it per ln of how far a layout stays below the best MFU: slow runs obey no formula well."""
+WARM_UP = 2
+"""Steps at the start of an attempt whose times are left out."""
+LOCAL_SPREAD = 2.0
+"""How much wider the prior is on a site that is no cluster: the population has none."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Step times with a 90 % interval, and what makes them doubtful."""
+
+    step_time: StepTime
+    low_s: Array
+    high_s: Array
+    warnings: tuple[str, ...]
+
+    @property
+    def total_s(self) -> Array:
+        """Seconds per step, centre of the interval."""
+        return self.step_time.total_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What runs told about a machine."""
+
+    coefficients: Coefficients
+    covariance: Array
+    """Of ln coefficients, [NAMES, NAMES]."""
+    unidentified: tuple[str, ...]
+    """Coefficients that the runs could not tell: they are the population's."""
+    num_runs: int
+    error: float
+    """Mean absolute relative error on the runs themselves; NaN without any."""
+    hardware: Hardware
+    measured: interval.MeasuredRange | None
+    """Of the runs; none without any."""
+
+    def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
+        """Returns step times of layouts with an interval, and warnings for those unlike any calibrated run.
+
+        Args:
+            layouts: any number.
+            hardware: default: of the calibrated machine.
+        """
+        hardware = hardware or self.hardware
+        centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance)
+        half = interval.QUANTILE * deviation
+        if self.measured is None:
+            warnings = ("no run of this machine was measured: efficiencies are the average of published machines.",)
+        else:
+            warnings = self.measured.warnings(layouts)
+        return Prediction(
+            step_time=step_time(layouts, hardware, self.coefficients), low_s=np.exp(centre - half),
+            high_s=np.exp(centre + half), warnings=warnings,
+        )  # fmt: skip
+
+    def propose(self, candidates: Layouts, count: int, hardware: Hardware | None = None) -> list[int]:
+        """Returns the indices of the `count` candidates whose runs would narrow the predictions of all of them most.
+
+        Raises:
+            ConfigError: more are asked for than there are candidates.
+        """
+        return propose(candidates, hardware or self.hardware, self._values, self.covariance, count)
+
+    @property
+    def _values(self) -> Array:
+        return np.log([getattr(self.coefficients, name) for name in NAMES])
+
+    def _repr_html_(self) -> str:
+        deviation = np.sqrt(np.diag(self.covariance))
+        rows: list[tuple[str, Any]] = [("runs", self.num_runs), ("error on them", f"{self.error:.1%}")]
+        for i, name in enumerate(NAMES):
+            told = "" if name not in self.unidentified else " (not told by the runs)"
+            rows.append((name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}"))
+        return html_table("Calibration", rows)
+
+
+def calibrate(
+    runs: Sequence[PublishedRun | Run | str | os.PathLike[str]],
+    site: Site | None = None,
+    *,
+    hardware: Hardware | None = None,
+    prior: Prior | None = None,
+) -> Calibration:
+    """Returns the coefficients of the machine that the runs were made on.
+
+    Args:
+        runs: published runs, run directories of the kit, or both; none gives the population's average.
+        site: the machine; default: that of the runs.
+        hardware: its numbers; default: of the site.
+        prior: default: the population of published machines, wider for a local site.
+
+    Raises:
+        ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
+    """
+    site = site or _site_of(runs)
+    if prior is None:
+        prior = Prior.default()
+        if site is not None and site.scheduler == "local":
+            prior = Prior(mean=prior.mean, spread=prior.spread * LOCAL_SPREAD)
+    if not runs:
+        if hardware is None and site is None:
+            raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
+        rows = None
+        found = fitting.prior_only(prior)
+    else:
+        rows = _concatenate([_rows(run, site, hardware) for run in runs])
+        found = fitting.fit(rows, prior)
+    if hardware is None:
+        assert site is not None or rows is not None
+        hardware = Hardware.of(site) if site and site.peak_flops_per_s("bf16") else rows.hardware.select(0)  # type: ignore
+    return from_fit(found, prior, rows, hardware)
+
+
+def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:
+    """Returns the calibration that a fit amounts to."""
+    deviation = np.sqrt(np.diag(found.covariance))
+    told = deviation < UNIDENTIFIED * prior.spread
+    error, measured = float("nan"), None
+    if rows is not None:
+        predicted = np.exp(fitting.log_time(rows.layouts, rows.hardware, found.values))
+        error = float(np.mean(np.abs(predicted / rows.seconds - 1)))
+        measured = interval.MeasuredRange.of(rows.layouts)
+    return Calibration(
+        coefficients=found.coefficients, covariance=found.covariance, error=error, hardware=hardware, measured=measured,
+        unidentified=tuple(name for name, each in zip(NAMES, told, strict=True) if not each),
+        num_runs=0 if rows is None else len(rows),
+    )  # fmt: skip
+
+
+def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int) -> list[int]:
+    """Returns indices of candidates, one after the other that which lowers the summed predictive variance most.
+
+    Args:
+        candidates: layouts that could be run.
+        hardware: of the machine, or of each candidate.
+        values: ln coefficients believed now.
+        covariance: of them.
+        count: how many to return.
+
+    Raises:
+        ConfigError: more are asked for than there are candidates.
+    """
+    if not 0 <= count <= len(candidates):
+        raise ConfigError(f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer.")
+    x = candidates
+    centre, slopes = fitting.sensitivity(x, hardware, np.clip(values, fitting.LOW, fitting.HIGH))
+    flops = x.global_batch_size * x.sequence_length * model_flops_per_token(x) / x.num_devices
+    speed = np.log(flops / hardware.matmul_flops_per_s) - centre
+    noise = (RUN_NOISE + SLOW_NOISE * (speed.max() - speed)) ** 2
+    chosen: list[int] = []
+    for _ in range(count):
+        carried = slopes @ covariance
+        gain = ((carried @ slopes.T) ** 2).sum(0) / (np.einsum("ij,ij->i", carried, slopes) + noise)
+        gain[chosen] = -1
+        best = int(np.argmax(gain))
+        chosen.append(best)
+        row = carried[best]
+        covariance = covariance - np.outer(row, row) / (row @ slopes[best] + noise[best])
+    return chosen
+
+
+def rows_of(runs: Sequence[PublishedRun]) -> Rows:
+    """Returns published runs as rows, each with the hardware of its own site or a guess from its peak.
+
+    Raises:
+        ConfigError: a run was not measured, or neither its site nor its peak is known.
+    """
+    cache: dict[tuple, Hardware] = {}
+    for run in runs:
+        key = (run.system, run.device, run.precision, run.peak_flops_per_s)
+        if key not in cache:
+            cache[key] = hardware_of(run)
+    machines = [cache[run.system, run.device, run.precision, run.peak_flops_per_s] for run in runs]
+    stacks = sorted({run.stack for run in runs})
+    return Rows(
+        layouts=published.layouts(runs), hardware=Hardware.stack(machines), seconds=published.step_times(runs),
+        stack=np.array([stacks.index(run.stack) for run in runs]),
+    )  # fmt: skip
+
+
+def hardware_of(run: PublishedRun) -> Hardware:
+    """Returns the numbers of a published run's machine: its site's, else a guess in proportion to its peak.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    site = run.site()
+    if site is not None:
+        return Hardware.of(site, run.precision if run.precision in NARROW else "bf16")
+    if run.peak_flops_per_s is None:
+        raise ConfigError(f"run of {run.system}: {run.device} has no site file and no peak. Fill peak_tflops_bf16.")
+    return Hardware.like(run.peak_flops_per_s)
+
+
+def _rows(run: PublishedRun | Run | str | os.PathLike[str], site: Site | None, hardware: Hardware | None) -> Rows:
+    if isinstance(run, PublishedRun):
+        rows = rows_of([run])
+        machine = hardware or (Hardware.of(site) if site is not None else None)
+        return rows if machine is None else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
+    run = run if isinstance(run, Run) else Run.open(Path(run))
+    metrics, plans = run.metrics(), run.plans()
+    times, layouts, machines = [], [], []
+    for attempt, plan in plans.items():
+        steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
+        if len(steps):
+            times.append(float(np.median(steps)))
+            layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
+            machines.append(hardware or Hardware.of(site or run.site, plan.precision))
+    if not times:
+        raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
+    return Rows(
+        layouts=_stack_layouts(layouts), hardware=Hardware.stack(machines), seconds=np.array(times),
+        stack=np.zeros(len(times), int),
+    )  # fmt: skip
+
+
+def _site_of(runs: Sequence[Any]) -> Site | None:
+    for run in runs:
+        if isinstance(run, PublishedRun):
+            return None  # each has its own
+        return (run if isinstance(run, Run) else Run.open(Path(run))).site
+    return None
+
+
+def _stack_layouts(parts: Sequence[Layouts]) -> Layouts:
+    names = [field.name for field in dataclasses.fields(Layouts)]
+    return Layouts(
+        **{
+            name: np.concatenate([np.broadcast_to(getattr(part, name), part.shape) for part in parts])
+            for name in names
+        }
+    )
+
+
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    names = [field.name for field in dataclasses.fields(Hardware)]
+    machines = {
+        name: np.concatenate([np.broadcast_to(getattr(part.hardware, name), len(part)) for part in parts])
+        for name in names
+    }
+    return Rows(
+        layouts=_stack_layouts([part.layouts for part in parts]), hardware=Hardware(**machines),
+        seconds=np.concatenate([part.seconds for part in parts]),
+        stack=np.concatenate([part.stack for part in parts]),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""What `kit plan` prints: the fastest layouts that fit, and an explanation of the first."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.explain import Answer, answers
+from kit.estimate.hardware import Coefficients
+from kit.estimate.search import COLUMNS, Search, cells, search
+from kit.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A search, and its fastest layouts explained, fastest first by simulation."""
+
+    search: Search
+    answers: list[Answer]
+
+    @property
+    def title(self) -> str:
+        """One line: model, machine, and how many layouts were compared."""
+        return self.search.title
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns of `rows`."""
+        return (*COLUMNS, "simulated s")
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The layouts as text."""
+        return [(*cells(answer.row), f"{answer.simulated_s:.4g}") for answer in self.answers]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What is known about the first layout, as (label, text)."""
+        return self.answers[0].facts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        found = self.search
+        return {
+            "model": found.spec.name,
+            "site": found.machine.site.name,
+            "num_devices": found.num_devices,
+            "global_batch_size": found.global_batch_size,
+            "max_risk": found.max_risk,
+            "layouts": len(found.layouts),
+            "feasible": len(found.order),
+            "plan": self.answers[0].plan.to_dict(),
+            "answers": [answer.to_dict() for answer in self.answers],
+            "pareto": [found.row(int(index)) for index in found.pareto],
+        }
+
+
+def plan_report(
+    model: str,
+    *,
+    site: str,
+    devices: int,
+    batch: int,
+    tokens: float | None = None,
+    max_risk: float = 0.05,
+    count: int = 5,
+    coefficients: Coefficients | None = None,
+    only: Mapping[str, Iterable[Any]] | None = None,
+) -> PlanReport:
+    """Returns the fastest layouts of a model on a machine.
+
+    Args:
+        model: a preset, or a spec.json.
+        site: a name or a .toml file.
+        devices: how many.
+        batch: sequences in one optimizer step.
+        tokens: training budget for days and price.
+        max_risk: highest accepted probability of running out of memory.
+        count: layouts to explain.
+        coefficients: fitted efficiencies; default: the average of published machines.
+        only: as in `search`.
+
+    Raises:
+        ConfigError: as `search`, or model or site are unknown.
+    """
+    spec = ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
+    if tokens is not None and tokens < batch * spec.sequence_length:
+        raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
+    found = search(spec, Site.load(site), devices, batch, max_risk=max_risk, coefficients=coefficients, only=only)
+    return PlanReport(search=found, answers=answers(found, count, tokens=tokens))

@@ -1,0 +1,190 @@
+"""The search: the same rules as Plan, the same numbers as the formulas, and answers that explain themselves."""
+
+import dataclasses
+import itertools
+import json
+import time
+
+import numpy as np
+import pytest
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.activations import KIT
+from kit.estimate.candidates import candidates, divisors
+from kit.estimate.explain import answers
+from kit.estimate.hardware import Coefficients, Hardware
+from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Layouts
+from kit.estimate.memory import memory
+from kit.estimate.report import plan_report
+from kit.estimate.search import search
+from kit.estimate.step_time import step_time
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+FRONTIER = Site.load("frontier")
+SMALL = ModelSpec.llama(
+    name="small", num_layers=8, hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=4096,
+    sequence_length=128,
+)  # fmt: skip
+
+
+def test_candidates_are_exactly_the_plans_that_pass():
+    """Every combination is tried on Plan itself; what it accepts must be there once, and nothing else."""
+    devices, batch = 16, 32
+    accepted = set()
+    degrees = divisors(devices)
+    for t, p in itertools.product(degrees, degrees):
+        if devices % (t * p):
+            continue
+        replicas = devices // (t * p)
+        choices = itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32), SCHEDULES, RECOMPUTE, range(4), (False, True))
+        for v, micro, schedule, recompute, zero, sequence in choices:
+            if (p == 1 and schedule != "1f1b") or (replicas == 1 and zero):
+                continue  # the same run under another name
+            values = dict(
+                tensor_parallel=t, pipeline_parallel=p, data_parallel=replicas, virtual_stages=v, zero_stage=zero,
+                sequence_parallel=sequence, schedule=schedule, recompute=recompute, micro_batch_size=micro,
+                global_batch_size=batch, precision="bf16",
+            )  # fmt: skip
+            try:
+                plan = Plan(**values)
+                plan.check(SMALL, devices)
+            except ConfigError:
+                continue
+            accepted.add(plan)
+    layouts = candidates(SMALL, devices, batch)
+    found = [layouts.plan(i) for i in range(len(layouts))]
+    assert set(found) == accepted
+    assert len(found) == len(accepted) > 1000
+
+
+@pytest.mark.parametrize(
+    "model, devices, batch",
+    [("gpt-1t", 3072, 9600), ("gpt-175b", 1024, 10240), ("hlat-70b", 256, 1024), ("demo", 8, 16)],
+)
+def test_random_candidates_pass_every_check(model, devices, batch):
+    rng = np.random.default_rng(2)
+    spec = ModelSpec.preset(model)
+    layouts = candidates(spec, devices, batch)
+    for i in rng.integers(0, len(layouts), 200):
+        plan = layouts.plan(int(i))
+        plan.check(spec, devices)
+        assert plan.global_batch_size == batch
+
+
+def test_only_restricts_and_names_what_is_wrong():
+    layouts = candidates(SMALL, 16, 32, only={"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]})
+    plans = [layouts.plan(i) for i in range(len(layouts))]
+    assert {plan.schedule for plan in plans} == {"zbv"} and {plan.zero_stage for plan in plans} == {0, 1, 2}
+    with pytest.raises(ConfigError, match="search.only.tensor: unknown"):
+        candidates(SMALL, 16, 32, only={"tensor": [1]})
+    with pytest.raises(ConfigError, match="1f1b, interleaved|Allowed: gpipe"):
+        candidates(SMALL, 16, 32, only={"schedule": ["1f2b"]})
+    with pytest.raises(ConfigError, match="no layout of 16 devices is left by"):
+        candidates(SMALL, 16, 32, only={"tensor_parallel": [3]})
+
+
+def test_numbers_are_those_of_the_formulas():
+    found = search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640)
+    rows = np.random.default_rng(1).integers(0, len(found.layouts), 300)
+    plans = [found.plan(int(i)) for i in rows]
+    layouts = Layouts.of(found.spec, plans)
+    expected = step_time(layouts, Hardware.of(FRONTIER), Coefficients()).total_s
+    assert found.step_time_s[rows] == pytest.approx(expected, rel=1e-4)
+    assert found.used_bytes[rows] == pytest.approx(memory(layouts, kernels=KIT).used_bytes, rel=1e-5)
+
+
+def test_best_is_the_fastest_within_the_risk():
+    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640, max_risk=0.1)
+    best = int(found.order[0])
+    risks = np.array([found.risk(int(i)) for i in np.argsort(found.step_time_s)[:500]])
+    assert found.risk(best) <= 0.1 + 1e-6
+    faster = np.flatnonzero(found.step_time_s < found.step_time_s[best])
+    assert len(faster) and all(found.risk(int(i)) > 0.1 for i in faster)
+    assert risks.max() > 0.99
+    assert found.best == found.plan(best)
+    lower = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640, max_risk=0.001)
+    assert lower.step_time_s[lower.order[0]] > found.step_time_s[best]
+
+
+def test_pareto_front_has_all_that_is_not_beaten():
+    found = search(SMALL, FRONTIER, 16, 32)
+    time_s, used = found.step_time_s, found.used_bytes
+    points = set(zip(time_s[found.pareto], used[found.pareto], strict=True))
+    beaten = ((time_s[None] <= time_s[:, None]) & (used[None] < used[:, None])).any(1)
+    beaten |= ((time_s[None] < time_s[:, None]) & (used[None] <= used[:, None])).any(1)
+    assert points == set(zip(time_s[~beaten], used[~beaten], strict=True))
+
+
+def test_an_answer_explains_itself():
+    found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640)
+    first, *others = answers(found, 4, tokens=3e11)
+    assert all(first.simulated_s <= other.simulated_s for other in others)
+    assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
+    assert sum(first.time_terms_s.values()) == pytest.approx(first.row["step_time_s"], rel=1e-4)
+    assert sum(first.memory_terms_bytes.values()) == pytest.approx(first.row["used_bytes"], rel=1e-4)
+    assert first.binding.startswith(("memory: ", "computation: "))
+    assert first.nearest is not None and str(round(first.nearest.run.step_time_s)) in str(first.nearest)
+    assert any("less memory" in text for text in first.changes)
+    assert first.row["days"] == pytest.approx(3e11 / first.row["tokens_per_s"] / 86_400)
+    first.plan.check(found.spec, 128)
+    assert json.loads(json.dumps(first.to_dict()))["binding"] == first.binding
+    assert "<table>" in first._repr_html_() and len(first._repr_html_()) < 4000
+
+
+def test_a_rate_above_the_ceiling_carries_a_warning():
+    device = FRONTIER.device
+    slow = FRONTIER.replace(device=device.replace(matmul_flops_per_s={"bf16": {"value": 40e12, "source": "a test"}}))
+    first = answers(search(ModelSpec.preset("gpt-22b"), FRONTIER, 16, 640), 1)[0]
+    assert not any("no matrix product" in text for text in first.warnings)
+    below = dataclasses.replace(first.search.machine, site=slow)
+    doubted = dataclasses.replace(first, search=dataclasses.replace(first.search, machine=below))
+    assert any("no matrix product was seen above 40" in text for text in doubted.warnings)
+
+
+def test_report_is_what_the_command_prints():
+    report = plan_report("gpt-22b", site="frontier", devices=16, batch=640, tokens=1e12, count=3)
+    assert len(report.rows) == 3 and all(len(row) == len(report.header) for row in report.rows)
+    data = json.loads(json.dumps(report.to_dict()))
+    Plan.from_dict(data["plan"]).check(ModelSpec.preset("gpt-22b"), 16)
+    assert data["answers"][0]["days"] > 0
+    assert dict(report.facts)["limited by"] == data["answers"][0]["binding"]
+    assert len(report.search._repr_html_()) < 4000
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(devices=1021), "1021 devices is not allowed for gpt-22b"),
+        (dict(devices=4096, batch=7), "replicas must divide the batch"),
+        (dict(devices=0), "num_devices: 0"),
+        (dict(max_risk=1.5), "max_risk: 1.5"),
+        (dict(site="frontir"), "Did you mean 'frontier'"),
+        (dict(model="gpt-23b"), "Did you mean 'gpt-22b'"),
+        (dict(tokens=10), "less than one step"),
+        (dict(model="gpt-1t"), "no layout of gpt-1t on 16 devices of frontier fits in memory"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    values = dict(model="gpt-22b", site="frontier", devices=16, batch=640) | change
+    with pytest.raises(ConfigError, match=message):
+        plan_report(values.pop("model"), **values)
+
+
+def test_a_site_without_a_number_is_named():
+    bare = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=None))
+    with pytest.raises(ConfigError, match="memory_bytes"):
+        search(SMALL, bare, 16, 32)
+
+
+def test_the_whole_space_of_1t_takes_a_blink():
+    spec = ModelSpec.preset("gpt-1t")
+    search(spec, FRONTIER, 3072, 9600)
+    spent = []
+    for _ in range(3):
+        start = time.process_time()
+        found = search(spec, FRONTIER, 3072, 9600)
+        spent.append(time.process_time() - start)
+    assert len(found.layouts) > 50_000
+    assert min(spent) < 0.1
