@@ -14,30 +14,17 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc, suggestion
-from cluster.state import JobError, JobState
+from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
-from kit.estimate.layouts import Array, Layouts
+from kit.estimate.layouts import Array
 from kit.monitor.figure import BLUE, GREY, VERMILION
 from kit.pictures import Rows, figure_style
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from kit.estimate.search import Machine
+    pass
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
-
-FRONTIER_SPACE: dict[str, tuple] = {
-    "pipeline_parallel": (1, 2, 4, 8, 12, 16),
-    "tensor_parallel": (4, 8),
-    "micro_batch_size": tuple(range(4, 21)),
-    "num_microbatches": (5, 10),
-    "zero_stage": (0, 1),
-    "num_nodes": (12, 16),
-}
-"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked against the text itself."""
 
 
 class TrialFailure(Exception):
@@ -265,203 +252,6 @@ SAMPLERS: dict[str, Callable[[Trials, int], Sequence[int]]] = {
 }
 
 
-# Objectives ---------------------------------------------------------------------------------------------------------
-
-
-def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None) -> Plan:
-    """Returns the plan on all devices of the nodes that a trial's parameters describe.
-
-    Args:
-        parameters: fields of Plan, and `num_nodes` (default 1) and `num_microbatches` (default 1: gradient
-            accumulation steps), from which data parallelism and global batch size follow.
-        devices_per_node: devices of one node.
-        base: fields that the parameters leave open.
-
-    Raises:
-        ConfigError: the devices do not divide, or a rule of Plan is broken.
-    """
-    fields = {**(base or Plan()).to_dict(), **parameters}
-    devices = fields.pop("num_nodes", 1) * devices_per_node
-    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
-    if devices % held:
-        raise ConfigError(f"plan: tensor x pipeline = {held} devices do not divide {devices}.")
-    fields["data_parallel"] = devices // held
-    count = fields.pop("num_microbatches", 1)
-    return Plan.from_dict({**fields, "global_batch_size": count * fields["micro_batch_size"] * fields["data_parallel"]})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EstimatedRate:
-    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its memory fails."""
-
-    spec: ModelSpec
-    machine: "Machine"
-    devices_per_node: int
-    base: Plan = dataclasses.field(default_factory=lambda: Plan(precision="bf16"))
-    max_risk: float = 0.1
-
-    def __call__(self, parameters: Parameters) -> float:
-        """Returns tokens per second and device.
-
-        Raises:
-            ConfigError: there is no such plan for this model.
-            TrialFailure: it runs out of memory with a probability above `max_risk`.
-        """
-        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
-        plan.check(self.spec)
-        layouts = Layouts.of(self.spec, [plan])
-        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
-        if risk.item() > self.max_risk:
-            raise TrialFailure(f"out of memory (probability {risk.item():.2f})")
-        return float(self.machine.step_time(layouts).tokens_per_s.item()) / plan.num_devices
-
-    def rates(self, space: Mapping[str, Sequence]) -> Array:
-        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where it fails."""
-        plans: list[tuple[int, Plan]] = []
-        for number, choice in enumerate(itertools.product(*space.values())):
-            with contextlib.suppress(ConfigError):
-                named = dict(zip(space, choice, strict=True))
-                plan = plan_of(named, devices_per_node=self.devices_per_node, base=self.base)
-                plan.check(self.spec)
-                plans.append((number, plan))
-        grid = np.full([len(choices) for choices in space.values()], np.nan)
-        layouts = Layouts.of(self.spec, [plan for _, plan in plans])
-        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
-        rate = self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
-        grid.flat[[number for number, _ in plans]] = np.where(risk > self.max_risk, np.nan, rate)
-        return grid
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasuredRate:
-    """Objective on real runs of the kit: tokens per second, median over the steps after the first `warm_up`.
-
-    Each trial is a run directory below `directory`, named by its parameters; one that has finished is not run again.
-    """
-
-    spec: ModelSpec
-    recipe: Recipe
-    directory: Path
-    num_devices: int = 2
-    site: str = "laptop"
-    base: Plan = dataclasses.field(default_factory=Plan)
-    warm_up: int = 2
-    timeout_s: float = 600.0
-
-    def __call__(self, parameters: Parameters) -> float:
-        """Returns tokens per second over all devices.
-
-        Raises:
-            ConfigError, DataError, RunError: the plan cannot run.
-            TrialFailure: the run failed or took longer than `timeout_s`.
-        """
-        from kit.launcher import launch
-        from kit.run import Run
-
-        plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
-        directory = Path(self.directory) / "-".join(f"{name}_{value}" for name, value in sorted(parameters.items()))
-        if (directory / "exit.json").exists():
-            run = Run.open(directory)
-        else:
-            run = launch(directory, spec=self.spec, plan=plan, recipe=self.recipe, site=self.site)
-        try:
-            status = run.job.wait(timeout_s=self.timeout_s)
-        except TimeoutError as error:
-            run.job.cancel()
-            raise TrialFailure(f"no end after {self.timeout_s:.0f} s") from error
-        if status.state is not JobState.DONE:
-            raise TrialFailure(f"{status.state}: {status.reason}")
-        rates = run.metrics().tokens_per_s[self.warm_up :]
-        if not rates.size:
-            raise TrialFailure(f"only {len(run.metrics())} steps, of which {self.warm_up} are warm-up")
-        return float(np.median(rates))
-
-
-# What mattered ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sensitivity:
-    """How much each parameter's choice adds to the objective, by trial: Shapley values, shape (trials, parameters)."""
-
-    space: Mapping[str, tuple]
-    indices: Array
-    values: Array
-    mean: float
-    """Of the objective over the background; a row of `values` sums to its trial's objective less this."""
-
-    @property
-    def importance(self) -> dict[str, float]:
-        """Mean absolute Shapley value of each parameter, largest first."""
-        size = dict(zip(self.space, np.abs(self.values).mean(axis=0).tolist(), strict=True))
-        return dict(sorted(size.items(), key=lambda item: -item[1]))
-
-
-def sensitivity(trials: Trials, grid: Array | None = None) -> Sensitivity:
-    """Returns exact Shapley values of each parameter at each trial, against all trials as background.
-
-    Args:
-        trials: of a search; failures count as the lowest success, as for the sampler.
-        grid: the objective on the whole space, one axis per parameter, NaN where it fails (`EstimatedRate.rates`);
-            without it, of a random forest that is fitted to the trials, as SHAP's tree explainer would.
-
-    Raises:
-        RunError: no trial succeeded.
-        MissingPackageError: there is no grid, and scikit-learn is not installed.
-    """
-    _ = trials.best
-    indices = trials.indices()
-    if grid is None:
-        grid = _forest(trials)
-    filled = np.where(np.isnan(grid), np.nanmin(grid), grid)
-    values, mean = shapley(lambda columns: filled[tuple(columns)], indices, indices)
-    return Sensitivity(space=trials.space, indices=indices, values=values, mean=mean)
-
-
-def shapley(function: Callable[[list[Array]], Array], points: Array, background: Array) -> tuple[Array, float]:
-    """Returns the Shapley values of each parameter at each point, shape (points, parameters), and the base value.
-
-    Exact: all 2^n coalitions. A coalition's worth is the mean of `function` with its members taken from the point and
-    the others from each row of the background.
-
-    Args:
-        function: of one array per parameter, broadcast against each other.
-        points: shape (points, parameters).
-        background: shape (rows, parameters).
-
-    Source: Lundberg and Lee, arXiv 1705.07874, equations 4 and 8 (interventional expectation).
-    """
-    count = points.shape[1]
-    worth = {
-        members: function(
-            [points[:, None, i] if i in members else background[None, :, i] for i in range(count)]
-        ).mean(axis=1)
-        for size in range(count + 1)
-        for members in itertools.combinations(range(count), size)
-    }  # fmt: skip
-    values = np.zeros(points.shape, dtype=float)
-    for members, without in worth.items():
-        weight = 1 / (math.comb(count - 1, len(members)) * count) if len(members) < count else 0.0
-        for i in set(range(count)).difference(members):
-            values[:, i] += weight * (worth[tuple(sorted((*members, i)))] - without)
-    return values, float(np.mean(worth[()]))
-
-
-def _forest(trials: Trials) -> Array:
-    """Returns what a random forest that has seen the trials expects on the whole space, one axis per parameter."""
-    try:
-        from sklearn.ensemble import RandomForestRegressor
-    except ImportError as error:
-        raise MissingPackageError("scikit-learn", "plan", "sensitivity without a grid") from error
-
-    shape = [len(choices) for choices in trials.space.values()]
-    forest = RandomForestRegressor(n_estimators=200, random_state=trials.seed).fit(trials.indices(), trials.filled)
-    return forest.predict(np.indices(shape).reshape(len(shape), -1).T).reshape(shape)
-
-
-# Figures ------------------------------------------------------------------------------------------------------------
-
-
 def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | None = None) -> tuple[Any, Rows]:
     """Returns a picture of a search: each trial's value, the best so far, failures below; and its table.
 
@@ -473,7 +263,8 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
     Raises:
         RunError: no trial succeeded.
     """
-    values, best, top = trials.values, trials.best_so_far, trials.best.value or 0.0
+    values, best, highest = trials.values, trials.best_so_far, trials.best.value or 0.0
+    top = float(np.nanmax(control.values, initial=highest)) if control else highest
     rows = [
         {"trial": number, **trial.parameters, "value": trial.value, "best": best[number - 1], "failure": trial.failure}
         for number, trial in enumerate(trials.trials, start=1)
@@ -499,40 +290,3 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
         below.grid(visible=False)
         below.tick_params(axis="y", length=0)
     return figure, rows
-
-
-def sensitivity_figure(result: Sensitivity, *, unit: str = "objective") -> tuple[Any, Rows]:
-    """Returns a picture of Shapley values, a dot per trial, most important parameter on top, and its table."""
-    names = list(result.importance)
-    rows = [{"parameter": name, "importance": size} for name, size in result.importance.items()]
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(6.8, 0.45 * len(names) + 0.9))
-        dots = None
-        for place, name in enumerate(names):
-            column = list(result.space).index(name)
-            values, choice = result.values[:, column], result.indices[:, column]
-            shade = choice / max(1, len(result.space[name]) - 1)
-            dots = axis.scatter(values, place + _spread(values), c=shade, cmap="viridis", vmin=0, vmax=1, s=11,
-                                linewidth=0, alpha=0.9)  # fmt: skip
-            axis.annotate(f"{result.importance[name]:.3g}", (1, place), xycoords=("axes fraction", "data"),
-                          xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=GREY)  # fmt: skip
-        axis.axvline(0, color=GREY, linewidth=0.8, zorder=1)
-        axis.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.grid(visible=False, axis="y")
-        axis.set_xlabel(f"effect on {unit}")
-        axis.set_title("Shapley value of each trial's choice; grey: mean size")
-        bar = figure.colorbar(dots, ax=axis, pad=0.1, aspect=15, shrink=0.8, ticks=[0, 1])
-        bar.ax.set_yticklabels(["first\nchoice", "last"])
-        bar.outline.set_visible(False)
-    return figure, rows
-
-
-def _spread(values: Array) -> Array:
-    """Returns offsets in -0.35..0.35 that keep dots of nearly equal value apart."""
-    bins = np.round((values - values.min()) / (np.ptp(values) or 1) * 60).astype(int)
-    offsets = np.zeros(len(values))
-    for each in np.unique(bins):
-        where = np.flatnonzero(bins == each)
-        offsets[where] = (np.arange(len(where)) - (len(where) - 1) / 2) * min(0.08, 0.7 / len(where))
-    return offsets

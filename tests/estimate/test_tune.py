@@ -1,5 +1,6 @@
 """Hyperparameter search: failures, resuming, better than random, Shapley values, and real runs as the objective."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,21 +11,11 @@ from cluster.site import Site
 from kit.errors import ConfigError, RunError
 from kit.estimate.activations import KIT
 from kit.estimate.hardware import Coefficients, Hardware
+from kit.estimate.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
 from kit.estimate.out_of_memory import RESERVE
 from kit.estimate.search import Machine
-from kit.estimate.tune import (
-    FRONTIER_SPACE,
-    EstimatedRate,
-    MeasuredRate,
-    TrialFailure,
-    Trials,
-    plan_of,
-    sensitivity,
-    sensitivity_figure,
-    shapley,
-    trials_figure,
-    tune,
-)
+from kit.estimate.sensitivity import sensitivity, sensitivity_figure, shapley
+from kit.estimate.tune import TrialFailure, Trials, trials_figure, tune
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -165,20 +156,35 @@ def test_grid_of_the_estimator_equals_single_trials(estimated, space, grid):
     assert failures == {TrialFailure, ConfigError}
 
 
-def test_bayesian_search_is_better_than_random(space, grid):
-    pytest.importorskip("optuna")
-
-    def lookup(parameters):
+def _lookup(space, grid):
+    def objective(parameters):
         return grid[tuple(choices.index(parameters[name]) for name, choices in space.items())]
 
-    best = {
-        sampler: [tune(lookup, space, num_trials=50, seed=seed, sampler=sampler) for seed in range(6)]
-        for sampler in ("optuna", "random")
-    }
-    reached = {name: np.mean([t.best.value for t in runs]) / np.nanmax(grid) for name, runs in best.items()}
-    failed = {name: np.mean([np.isnan(t.values).mean() for t in runs]) for name, runs in best.items()}
-    assert reached["optuna"] > max(0.9, reached["random"] + 0.03)
+    return objective
+
+
+def test_bayesian_search_is_better_than_random(space, grid):
+    pytest.importorskip("optuna")
+    best, failed = {}, {}
+    for sampler in ("optuna", "random"):
+        runs = [tune(_lookup(space, grid), space, num_trials=50, seed=seed, sampler=sampler) for seed in range(6)]
+        best[sampler] = np.mean([trials.best.value for trials in runs]) / np.nanmax(grid)
+        failed[sampler] = np.mean([np.isnan(trials.values).mean() for trials in runs])
+    assert best["optuna"] > max(0.88, best["random"] + 0.04)
     assert failed["optuna"] < failed["random"] - 0.1  # it learns to stay away
+
+
+def test_search_finds_a_way_where_nearly_everything_fails(estimated):
+    pytest.importorskip("optuna")
+    large = dataclasses.replace(estimated, spec=ModelSpec.preset("gpt-175b"), base=Plan(recompute="full"))
+    grid = large.rates(FRONTIER_SPACE)
+    assert np.isfinite(grid).mean() < 0.25
+    best = {}
+    for sampler in ("optuna", "random"):
+        runs = [tune(_lookup(FRONTIER_SPACE, grid), FRONTIER_SPACE, num_trials=50, seed=seed, sampler=sampler)
+                for seed in range(6)]  # fmt: skip
+        best[sampler] = np.mean(np.nan_to_num([trials.best_so_far[-1] for trials in runs])) / np.nanmax(grid)
+    assert best["optuna"] > best["random"] + 0.05
 
 
 def test_shapley_values_of_known_functions():
@@ -216,10 +222,7 @@ def test_shapley_values_equal_those_of_the_shap_package():
 
 
 def test_sensitivity_and_figures(space, grid):
-    def lookup(parameters):
-        return grid[tuple(choices.index(parameters[name]) for name, choices in space.items())]
-
-    trials = tune(lookup, space, num_trials=60, sampler="random")
+    trials = tune(_lookup(space, grid), space, num_trials=60, sampler="random")
     result = sensitivity(trials, grid)
     filled = np.where(np.isnan(trials.values), np.nanmin(grid), trials.values)
     np.testing.assert_allclose(result.values.sum(axis=1) + result.mean, filled)

@@ -1,0 +1,179 @@
+"""Calibration: known coefficients are found again, doubt is stated, and chosen runs tell more than random ones."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from cluster.record import ConfigError
+from cluster.site import Site
+from kit.estimate import fitting, published
+from kit.estimate.calibrate import calibrate, hardware_on, propose, rows_of
+from kit.estimate.fitting import Prior, fit, sensitivity
+from kit.estimate.hardware import NAMES, Coefficients, Hardware
+from kit.estimate.layouts import Layouts
+from kit.estimate.step_time import step_time
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+TRUE = Coefficients().replace(gemm_efficiency=0.7, memory_efficiency=0.6, node_efficiency=0.6, factor=1.1)
+
+
+@pytest.fixture(scope="module")
+def bloom():
+    return [run for run in published.load(system="Jean Zay") if run.kind == "measured" and "prequel" in run.source]
+
+
+@pytest.fixture(scope="module")
+def invented(bloom):
+    """Rows whose seconds are the model's own with TRUE coefficients."""
+    rows = rows_of(bloom)
+    return dataclasses.replace(rows, seconds=step_time(rows.layouts, rows.hardware, TRUE).total_s)
+
+
+def test_invented_runs_are_reproduced_and_their_speed_is_found(invented):
+    found = fit(invented, Prior.default())
+    predicted = np.exp(fitting.log_time(invented.layouts, invented.hardware, found.values))
+    assert np.abs(predicted / invented.seconds - 1).max() < 0.01
+    assert found.coefficients.factor / found.coefficients.gemm_efficiency == pytest.approx(1.1 / 0.7, rel=0.06)
+
+
+def test_one_disturbed_run_in_ten_does_not_move_the_fit(invented):
+    seconds = invented.seconds.copy()
+    seconds[::10] *= 1.6
+    found = fit(dataclasses.replace(invented, seconds=seconds), Prior.default())
+    predicted = np.exp(fitting.log_time(invented.layouts, invented.hardware, found.values))
+    assert np.abs(predicted / invented.seconds - 1).mean() < 0.02
+
+
+def test_fit_without_rows_is_the_prior_and_with_them_stays_inside_bounds(bloom, invented):
+    prior = Prior.default()
+    nothing = fit(invented.select(np.zeros(len(invented), dtype=bool)), prior)
+    assert np.array_equal(nothing.values, prior.mean)
+    fast = dataclasses.replace(invented, seconds=invented.seconds / 4)
+    values = fit(fast, prior).values
+    assert (values >= fitting.LOW - 1e-9).all() and (values <= fitting.HIGH + 1e-9).all()
+    assert fit(fast, prior).coefficients.gemm_efficiency == pytest.approx(1), "no matrix product above its ceiling"
+
+
+def test_only_holds_the_other_coefficients_at_their_mean(invented):
+    prior = Prior.default().only(["factor"])
+    values = fit(invented, prior).values
+    moved = np.abs(values - prior.mean) > 1e-3
+    assert [name for name, each in zip(NAMES, moved, strict=True) if each] == ["factor"]
+
+
+def test_stack_factors_tell_two_programs_on_one_machine_apart(invented):
+    stack = np.arange(len(invented)) % 2
+    seconds = invented.seconds * np.where(stack == 1, 1.3, 1.0)
+    found = fit(dataclasses.replace(invented, seconds=seconds, stack=stack), Prior.default(), stacks=True)
+    assert np.exp(found.stack_factors[1] - found.stack_factors[0]) == pytest.approx(1.3, rel=0.05)
+
+
+def test_derivatives_are_those_of_the_model(invented):
+    values = Prior.default().mean
+    centre, slopes = sensitivity(invented.layouts, invented.hardware, values)
+    assert slopes[:, NAMES.index("factor")] == pytest.approx(1)
+    assert (slopes[:, NAMES.index("gemm_efficiency")] < 0).all()
+    assert np.exp(centre) == pytest.approx(step_time(invented.layouts, invented.hardware, Coefficients()).total_s)
+
+
+def test_calibration_says_what_the_runs_could_not_tell(bloom):
+    calibration = calibrate(bloom)
+    assert calibration.num_runs == len(bloom) and calibration.error < 0.06
+    assert "flash_efficiency" in calibration.unidentified, "none of these runs has fused attention"
+    assert "factor" not in calibration.unidentified
+    assert "not told by the runs" in calibration._repr_html_()
+
+
+def test_intervals_hold_the_measured_times_and_widen_without_runs(bloom):
+    layouts, measured = published.layouts(bloom), published.step_times(bloom)
+    prediction = calibrate(bloom).predict(layouts)
+    inside = (prediction.low_s < measured) & (measured < prediction.high_s)
+    assert 0.85 <= inside.mean() < 1 and prediction.warnings == ()
+    blind = calibrate([], Site.load("jean-zay")).predict(layouts)
+    assert (blind.high_s / blind.low_s > 1.3 * prediction.high_s / prediction.low_s).all()
+    assert "average of published machines" in blind.warnings[0]
+
+
+def test_a_layout_unlike_any_run_carries_a_warning(bloom):
+    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [Plan(tensor_parallel=2, global_batch_size=64)])
+    warnings = calibrate(bloom).predict(layouts).warnings
+    assert any(warning.startswith("parameters 2.2") and "extrapolation" in warning for warning in warnings)
+
+
+def test_proposed_runs_narrow_the_interval_more_than_random_ones(bloom, invented):
+    rows, prior = invented, Prior.default()
+    chosen = calibrate([], Site.load("jean-zay")).propose(rows.layouts, 3)
+    assert len(set(chosen)) == 3
+
+    def doubt(picked):
+        covariance = fit(rows.select(np.array(picked)), prior).covariance
+        slopes = sensitivity(rows.layouts, rows.hardware, prior.mean)[1]
+        return np.einsum("ij,jk,ik->", slopes, covariance, slopes)
+
+    generator = np.random.default_rng(0)
+    others = [doubt(generator.choice(len(bloom), 3, replace=False)) for _ in range(10)]
+    assert doubt(chosen) < np.median(others)
+
+
+def test_more_runs_than_candidates_cannot_be_proposed(bloom):
+    rows = rows_of(bloom[:2])
+    with pytest.raises(ConfigError, match="3 of 2 candidates"):
+        propose(rows.layouts, rows.hardware, Prior.default().mean, np.eye(len(NAMES)), 3)
+
+
+def local_run(directory, plan, coefficients, slow=1.0):
+    """Writes a run directory whose step times are the model's."""
+    spec, site = ModelSpec.preset("demo"), Site.load("laptop")
+    run = Run.create(directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site)
+    plan.write(directory / "plan.attempt_01.json")
+    layouts = Layouts.of(spec, [plan])
+    seconds = slow * float(step_time(layouts, hardware_on(site, layouts, "fp32"), coefficients).total_s[0])
+    lines = [
+        json.dumps(dict(step=i, attempt=1, step_time_s=seconds * (5 if i < 2 else 1), tokens=1, loss=1.0))
+        for i in range(8)
+    ]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return run, seconds
+
+
+def test_three_local_runs_predict_the_others_within_their_interval(tmp_path):
+    true = Coefficients(launch_s=2e-5, gemm_efficiency=0.5, node_latency_s=1.5e-4, step_s=0.03)
+    plans = [
+        Plan(global_batch_size=8, micro_batch_size=4), Plan(data_parallel=2, global_batch_size=8),
+        Plan(tensor_parallel=2, global_batch_size=8, micro_batch_size=2),
+        Plan(tensor_parallel=2, data_parallel=2, global_batch_size=16), Plan(pipeline_parallel=2, global_batch_size=16),
+        Plan(data_parallel=2, zero_stage=3, global_batch_size=16, micro_batch_size=2),
+    ]  # fmt: skip
+    made = [local_run(tmp_path / f"run-{i}", plan, true) for i, plan in enumerate(plans)]
+    calibration = calibrate([run.directory for run, _ in made[:3]])
+    assert calibration.num_runs == 3 and calibration.error < 0.1
+    layouts = Layouts.of(ModelSpec.preset("demo"), plans[3:])
+    prediction = calibration.predict(layouts, hardware_on(Site.load("laptop"), layouts, "fp32"))
+    measured = np.array([seconds for _, seconds in made[3:]])
+    assert ((prediction.low_s < measured) & (measured < prediction.high_s)).all()
+
+
+def test_more_processes_than_cores_share_them():
+    site = Site.load("laptop").replace(devices_per_node=2)
+    layouts = Layouts.of(ModelSpec.preset("demo"), [Plan(), Plan(data_parallel=4, global_batch_size=4)])
+    rate = hardware_on(site, layouts, "fp32").matmul_flops_per_s
+    assert rate[0] == 2 * rate[1]
+
+
+def test_a_run_without_steps_and_an_unknown_machine_are_refused(tmp_path, bloom):
+    run, _ = local_run(tmp_path / "run", Plan(), Coefficients())
+    (run.directory / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="no step time yet"):
+        calibrate([run])
+    with pytest.raises(ConfigError, match="neither runs nor a site"):
+        calibrate([])
+    nowhere = dataclasses.replace(bloom[0], system="x", source="x", device="chip", peak_flops_per_s=None)
+    with pytest.raises(ConfigError, match="no site file and no peak"):
+        rows_of([nowhere])
+    guessed = dataclasses.replace(nowhere, peak_flops_per_s=312e12)
+    assert rows_of([guessed]).hardware.memory_bytes_per_s[0] == Hardware.like(312e12).memory_bytes_per_s

@@ -1,0 +1,122 @@
+"""Published runs: the shipped file reads clean, and the field's traps are refused with the reason."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from cluster.record import ConfigError
+from kit.estimate import published
+from kit.estimate.published import FILE, Basis
+from kit.spec import FlopBasis
+
+GOOD = dict(
+    source="a paper", system="Frontier", gpu="MI250X-GCD", peak_tflops_bf16="191.5", gpus="128", model="GPT-175B",
+    params_b="", layers="96", hidden="12288", ffn_hidden="49152", heads="96", kv_heads="96", vocab="51200", seq="2048",
+    tp="4", pp="16", virtual_stages="", cp="", dp="2", zero_stage="1", micro_batch="1", global_batch="320",
+    recompute="full", precision="fp16", seconds_per_iter="196.09", tflops_per_gpu="37.4", mfu="", hfu="",
+    note="kind=measured|status=derived|basis=hw",
+)  # fmt: skip
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*changes):
+        file = tmp_path / "rows.csv"
+        with file.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, published.COLUMNS)
+            writer.writeheader()
+            writer.writerows([GOOD | change for change in changes])
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return published.load()
+
+
+def test_shipped_rows_are_all_accepted_and_every_one_has_a_source(runs):
+    with FILE.open() as stream:
+        count = sum(1 for _ in csv.DictReader(stream))
+    assert count - len(runs) == 6, "six rows have no layout or no time"
+    assert all(run.source and run.system for run in runs)
+    assert {run.kind for run in runs} == {"measured", "oom"}
+    assert all(run.step_time_s is None for run in runs if run.kind == "oom")
+
+
+def test_every_measured_machine_has_a_site_and_stays_below_its_ceiling(runs):
+    for run in runs:
+        assert run.site() is not None, run.system
+        rate = run.flops_per_s()
+        if rate is not None and run.precision not in published.SPEEDUP:
+            assert rate < 0.9 * run.site().peak_flops_per_s("bf16")
+
+
+def test_selene_seconds_give_the_published_hardware_flops_back(runs):
+    run = next(run for run in runs if run.spec.name == "GPT-1008.0B" and run.system == "Selene")
+    assert run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(163e12, rel=0.001)
+    assert run.basis is Basis.HARDWARE and run.num_devices == 3072 and not run.flash_attention
+
+
+def test_layouts_hold_every_run_in_order(runs):
+    some = runs[::97]
+    layouts = published.layouts(some)
+    assert layouts.shape == (len(some),)
+    assert [int(n) for n in layouts.num_devices] == [run.num_devices for run in some]
+    assert np.isnan(published.step_times(some)).tolist() == [run.kind == "oom" for run in some]
+
+
+def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
+    """The engine ran 160 micro-batches, not 640, so 320 samples and not the 1280 that the log counted."""
+    corrected = published.load(write({}))[0]
+    assert corrected.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(37.4e12, rel=0.01)
+    with pytest.raises(ConfigError, match=r"149\.\d TFLOP/s per device is above 125\.0.*frontier.*accumulation"):
+        published.load(write(dict(global_batch="1280", tflops_per_gpu="149.8")))
+    with pytest.raises(ConfigError, match="above 125"):
+        published.load(write(dict(global_batch="1280", tflops_per_gpu="")))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(global_batch="321"), "gradient accumulation"),
+        (dict(dp="4"), r"dp: 4 .* Expected 2"),
+        (dict(gpus="130", dp=""), "no multiple"),
+        (dict(mfu="38.38"), "38 % is 0.38"),
+        (dict(hfu="1.2"), "above 1 is impossible"),
+        (dict(seconds_per_iter="-3"), "above 0"),
+        (dict(seconds_per_iter="196 s"), "not a number"),
+        (dict(seconds_per_iter="0.19609"), "TFLOP/s per device is above"),
+        (dict(tflops_per_gpu="37400"), "the unit"),
+        (dict(heads="95"), "num_heads"),
+        (dict(pp="64", tp="1", layers="32"), "64 x 1 stages of 32 layers"),
+    ],
+)
+def test_traps_are_refused_with_the_line_and_the_reason(write, change, message):
+    with pytest.raises(ConfigError, match="line 3: .*" + message):
+        published.load(write({}, change))
+
+
+def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
+    runs, refused = published.read(
+        write({}, dict(global_batch="321"), dict(tp=""), dict(seconds_per_iter="", tflops_per_gpu=""))
+    )
+    assert len(runs) == 1 and [line for line, _ in refused] == [3]
+
+
+def test_seconds_follow_from_mfu_or_from_flops_in_their_basis(write):
+    change = dict(seconds_per_iter="", tflops_per_gpu="", mfu="0.1468")
+    assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
+    change = dict(seconds_per_iter="", note="kind=measured|basis=hw")
+    assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
+
+
+def test_missing_file_and_columns_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        published.load(tmp_path / "absent.csv")
+    file = tmp_path / "short.csv"
+    file.write_text("source,system\na,b\n")
+    with pytest.raises(ConfigError, match="columns gpu, .* are missing"):
+        published.load(file)

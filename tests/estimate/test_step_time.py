@@ -1,0 +1,171 @@
+"""Step time: terms add up, limits are physical, and each knob moves the time the way it must."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cluster.record import ConfigError
+from cluster.site import Site
+from kit.estimate import published
+from kit.estimate.communication import Links, all_gather, all_reduce, exposed
+from kit.estimate.hardware import BOUNDS, NAMES, Coefficients, Hardware
+from kit.estimate.layouts import Layouts
+from kit.estimate.step_time import TERMS, step_time
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+SELENE = Hardware.of(Site.load("selene"))
+PERFECT = Coefficients(
+    **{name: (low if name.endswith(("_s", "edge", "contention", "launches", "bytes")) else 1.0)
+       for name, (low, _) in BOUNDS.items()}
+)  # fmt: skip
+
+
+def plan(**changes):
+    base = dict(tensor_parallel=8, pipeline_parallel=8, data_parallel=2, global_batch_size=64, precision="bf16")
+    return Plan(**{**base, **changes})
+
+
+def seconds(*plans, spec="gpt-175b", coefficients=None, hardware=SELENE, **kernels):
+    layouts = Layouts.of(ModelSpec.preset(spec), plans, **kernels)
+    return step_time(layouts, hardware, coefficients or Coefficients())
+
+
+def test_terms_add_up_to_the_total_for_every_published_run():
+    runs = published.load()[::7]
+    layouts = published.layouts(runs)
+    result = step_time(layouts, SELENE, Coefficients())
+    assert list(result.terms_s) == list(TERMS)
+    assert sum(result.terms_s.values()) == pytest.approx(result.total_s, rel=1e-12)
+    assert all((term >= -1e-12).all() for term in result.terms_s.values())
+
+
+def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficients():
+    runs = [run for run in published.load() if run.system == "KAIST A100 node"]
+    result = step_time(published.layouts(runs), SELENE, PERFECT)
+    assert (result.hfu(SELENE.matmul_flops_per_s) < 1).all()
+    assert (result.mfu() < result.hfu()).all(), "all these runs recompute"
+
+
+def test_mfu_is_the_spec_formula():
+    spec = ModelSpec.preset("hlat-70b")
+    layout = plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=2, recompute="full", global_batch_size=64)
+    result = seconds(layout, spec="hlat-70b")
+    rate = 64 * spec.sequence_length / result.total_s / (128 * SELENE.peak_flops_per_s)
+    assert result.mfu() == pytest.approx(rate * spec.flops_per_token())
+    assert result.hfu() == pytest.approx(rate * spec.hardware_flops_per_token("full"))
+    assert result.days(1e12) == pytest.approx(1e12 / result.tokens_per_s / 86400)
+
+
+def test_price_is_devices_times_hours_and_unknown_without_a_price():
+    trn1 = Hardware.of(Site.load("trn1.32xlarge"))
+    result = seconds(plan(tensor_parallel=8, pipeline_parallel=1, data_parallel=8), spec="hlat-7b", hardware=trn1)
+    assert result.price(1e9) == pytest.approx(result.days(1e9) * 24 * 64 * 21.5 / 32)
+    assert np.isnan(seconds(plan()).price(1e9)).all()
+
+
+def test_more_micro_batches_shrink_the_bubbles_share_by_the_1f1b_law():
+    few, many = seconds(plan(global_batch_size=16)), seconds(plan(global_batch_size=256))
+    share = [float((each.terms_s["bubble"] / each.total_s)[0]) for each in (few, many)]
+    assert share[0] > 0.35 and share[1] < 0.08
+    assert few.terms_s["bubble"] == pytest.approx(many.terms_s["bubble"])
+
+
+def test_interleaving_divides_the_bubble_and_zero_bubble_takes_a_third_of_that():
+    plain = seconds(plan()).terms_s["bubble"]
+    interleaved = seconds(plan(schedule="interleaved", virtual_stages=3)).terms_s["bubble"]
+    zero = seconds(plan(schedule="zero_bubble", virtual_stages=3)).terms_s["bubble"]
+    assert interleaved == pytest.approx(plain / 3, rel=0.05)
+    assert zero == pytest.approx(interleaved / 3, rel=1e-6)
+
+
+def test_full_recomputation_costs_a_forward_pass():
+    none, full = seconds(plan()), seconds(plan(recompute="full"))
+    assert 1.2 < float((full.total_s / none.total_s)[0]) < 1.4
+    assert none.terms_s["recompute"] == 0
+
+
+def test_small_models_are_limited_by_the_host():
+    layout = plan(tensor_parallel=2, pipeline_parallel=1, data_parallel=1, global_batch_size=8)
+    slow, fast = Coefficients(launch_s=5e-5), Coefficients(launch_s=1e-6)
+    terms = seconds(layout, spec="demo", coefficients=slow).terms_s
+    assert terms["host_launch"] > 0.5 * sum(terms.values())
+    assert seconds(layout, spec="gpt-175b", coefficients=fast).terms_s["host_launch"] == 0
+
+
+def test_tensor_parallelism_across_nodes_is_slower_than_inside():
+    inside = seconds(plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=2))
+    across = seconds(plan(tensor_parallel=16, pipeline_parallel=4, data_parallel=2))
+    assert across.terms_s["tensor_parallel"] > 2 * inside.terms_s["tensor_parallel"]
+
+
+def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
+    base = dict(tensor_parallel=1, pipeline_parallel=1, data_parallel=64)
+
+    def extra(batch):
+        plans = [plan(**base, zero_stage=stage, global_batch_size=batch) for stage in (1, 3)]
+        one, three = seconds(*plans, spec="gpt-22b").terms_s["data_parallel"]
+        return three - one
+
+    assert extra(256) > 3 * extra(64) > 0
+
+
+def test_an_uneven_pipeline_is_slower_than_its_mean_stage():
+    spec = ModelSpec.preset("gpt-1.4b").replace(num_layers=26)
+    terms = step_time(
+        Layouts.of(spec, [plan(tensor_parallel=1, pipeline_parallel=8)]), SELENE, Coefficients()
+    ).terms_s  # fmt: skip
+    assert terms["imbalance"] > 0.1 * terms["gemm"]
+
+
+def test_one_call_equals_many_and_select_gives_parts():
+    plans = [plan(), plan(recompute="full"), plan(tensor_parallel=4, pipeline_parallel=16)]
+    together = seconds(*plans).total_s
+    assert together == pytest.approx([float(seconds(each).total_s[0]) for each in plans])
+
+
+def test_collectives_follow_the_ring():
+    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), 1e9, 0.1) == pytest.approx([0, 1.1, 1.6])
+    assert all_gather(1e9, np.array(4.0), 1e9, 0.1) == pytest.approx(0.8)
+    assert exposed(np.array([0.0, 3.0, 1e9]), 4.0) == pytest.approx([0, 1, 1e9 - 4], rel=1e-6)
+
+
+def test_links_never_exceed_the_machines_own():
+    runs = published.load()[::11]
+    links = Links.of(published.layouts(runs), SELENE, PERFECT)
+    assert (links.tensor_rate <= SELENE.near_bytes_per_s).all()
+    assert (links.data_rate <= SELENE.near_bytes_per_s).all()
+    assert (links.pipeline_rate <= SELENE.near_bytes_per_s).all()
+
+
+def test_pairs_of_gcds_have_a_faster_link_than_the_node():
+    frontier = Hardware.of(Site.load("frontier"))
+    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)])
+    rate = Links.of(layouts, frontier, PERFECT).tensor_rate
+    assert rate.tolist() == [200e9, 75e9]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_coefficients_outside_physics_are_refused(name):
+    low, high = BOUNDS[name]
+    for value in (low / 2, high * 2):
+        with pytest.raises(ConfigError, match=f"coefficients.{name}: .* Give"):
+            Coefficients(**{name: value})
+
+
+def test_a_site_without_what_is_needed_says_what_is_missing():
+    with pytest.raises(ConfigError, match=r"device\.peak_flops_per_s\.bf16.*kit bench site"):
+        Hardware.of(Site.load("laptop"))
+
+
+def test_every_cluster_site_makes_hardware_with_sane_proportions():
+    sites = [site for site in map(Site.load, Site.names()) if site.device.memory_bytes_per_s]
+    assert len(sites) >= 10
+    for site in sites:
+        hardware = Hardware.of(site)
+        for field in dataclasses.fields(hardware):
+            value = getattr(hardware, field.name)
+            assert value > 0 or field.name == "price_per_device_hour", (site.name, field.name)
+        assert hardware.matmul_flops_per_s < hardware.peak_flops_per_s
+        assert hardware.node_bytes_per_s < hardware.memory_bytes_per_s
