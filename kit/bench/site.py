@@ -48,6 +48,27 @@ def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> 
     )
 
 
+def to_toml(site: Site) -> str:
+    """Returns the measured numbers of a site as a site file laid over `laptop`: a start for one of your own."""
+
+    def fact(name: str, value: Fact) -> str:
+        return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)} }}"
+
+    lines = [f'base = "laptop"\nname = {json.dumps(site.name)}', "", "[device]"]
+    if site.device.memory_bytes_per_s:
+        lines.append(fact("memory_bytes_per_s", site.device.memory_bytes_per_s))
+    lines += ["", "[device.peak_flops_per_s]"]
+    lines += [fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()]
+    for link in site.links.intra_node:
+        lines += [
+            "",
+            "[[links.intra_node]]",
+            f"num_devices = {link.num_devices}",
+            fact("bytes_per_s", link.bytes_per_s),
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def collectives(num_processes: int) -> list[dict]:
     """Returns the rows of `kit.bench.collectives` over processes of this machine.
 

@@ -1,14 +1,18 @@
-"""Commands on estimates: plan, validate, calibrate."""
+"""Commands on estimates: plan, validate, calibrate, bench."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from cluster.record import ConfigError, write_atomic
 from kit.commands.options import JsonOption, console
 
 app = typer.Typer()
+bench_app = typer.Typer(no_args_is_help=True)
+app.add_typer(bench_app, name="bench", help="Measure the machine at hand.")
 
 
 @app.command()
@@ -38,6 +42,76 @@ def plan(
     for label, text in report.facts:
         facts.add_row(f"[dim]{label}[/]", text)
     console().print(facts)
+
+
+@app.command()
+def validate(
+    rows: Annotated[Path | None, typer.Option(help="CSV of other runs, columns as in published_runs.csv")] = None,
+    calibrate: Annotated[int | None, typer.Option(help="with --rows: runs of each machine to fit first")] = None,
+    seed: Annotated[int, typer.Option(help="with --calibrate: which half of the rows they are chosen from")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the estimator's error on published runs, whole groups held out, or on those of a CSV."""
+    from kit.bench.results import format_value, load_average, write_results
+    from kit.estimate.validate import validate as validate_runs
+
+    load = load_average()
+    found = validate_runs(rows, calibrate, seed)
+    if rows is None:
+        write_results("validate", found, command="kit validate", load_before=load)
+    if as_json:
+        print(json.dumps([item.to_dict() for item in found]))
+        return
+    met = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], f"[dim]{r.note}[/]") for r in found]
+    _print_table("Estimates against measurements", ("", "found", "target", "met", ""), lines)
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(help="run directories of one machine", metavar="RUN...")],
+    site: Annotated[str | None, typer.Option(help="the machine; default: that of the runs")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit the estimator's efficiencies to measured runs, and say which of them the runs do not tell."""
+    from cluster.site import Site
+    from kit.estimate.calibrate import calibrate as fit
+
+    found = fit(runs, Site.load(site) if site else None)
+    if as_json:
+        print(json.dumps({"coefficients": found.coefficients.to_dict(), "unidentified": list(found.unidentified),
+                          "num_runs": found.num_runs, "error": found.error}))  # fmt: skip
+        return
+    rows = [(name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
+            for name, value in found.coefficients.to_dict().items()]  # fmt: skip
+    title = f"{found.num_runs} runs, {found.error:.1%} mean error on them"
+    _print_table(title, ("coefficient", "value", "told by the runs"), rows)
+
+
+@bench_app.command("site")
+def bench_site(
+    processes: Annotated[int, typer.Option(help="over which collectives are measured")] = 2,
+    out: Annotated[Path | None, typer.Option(help="keep them as a site file, NAME.toml; --site takes it")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure matrix products, memory and collectives of this machine."""
+    from cluster.site import Site
+    from kit.bench.site import measure_site, to_toml
+
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
+    site = measure_site(Site.load("laptop"), num_processes=processes)
+    if out is not None:
+        write_atomic(out, to_toml(site.replace(name=out.stem)))
+    if as_json:
+        print(site.to_json())
+        return
+    facts = [(f"peak {dtype}, FLOP/s", str(fact)) for dtype, fact in site.device.peak_flops_per_s.items()]
+    facts += [("memory, bytes/s", str(site.device.memory_bytes_per_s))]
+    facts += [
+        (f"within {link.num_devices} processes, bytes/s", str(link.bytes_per_s)) for link in site.links.intra_node
+    ]
+    _print_table(site.description, ("", ""), facts)
 
 
 def _choices(settings: list[str]) -> dict[str, list[Any]]:

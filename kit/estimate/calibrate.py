@@ -1,4 +1,4 @@
-"""Calibration: coefficients of one machine from any of its runs, with an interval, and which runs to do next. No torch."""
+"""Calibration: coefficients of one machine from any of its runs, an interval, and which runs to do next. No torch."""
 
 import dataclasses
 import os
@@ -28,6 +28,10 @@ WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOCAL_SPREAD = 2.0
 """How much wider the prior is on a site that is no cluster: the population has none."""
+LOCAL_MEAN = {"gemm_efficiency": 0.6, "collective_launch_s": 2e-4, "node_latency_s": 1e-4, "step_s": 2e-2}
+"""Where its mean differs: processes of one machine that talk through gloo."""
+CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
+"""Orders of magnitude of one CPU core, for a local site whose numbers nobody measured."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +127,8 @@ def calibrate(
     if prior is None:
         prior = Prior.default()
         if site is not None and site.scheduler == "local":
-            prior = Prior(mean=prior.mean, spread=prior.spread * LOCAL_SPREAD)
+            mean = [np.log(LOCAL_MEAN[name]) if name in LOCAL_MEAN else prior.mean[i] for i, name in enumerate(NAMES)]
+            prior = Prior(mean=np.array(mean), spread=prior.spread * LOCAL_SPREAD)
     if not runs:
         if hardware is None and site is None:
             raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
@@ -132,10 +137,22 @@ def calibrate(
     else:
         rows = _concatenate([_rows(run, site, hardware) for run in runs])
         found = fitting.fit(rows, prior)
-    if hardware is None:
-        assert site is not None or rows is not None
-        hardware = Hardware.of(site) if site and site.peak_flops_per_s("bf16") else rows.hardware.select(0)  # type: ignore
+    if hardware is None and rows is not None:
+        hardware = rows.hardware.select(0)
+    elif hardware is None:
+        assert site is not None
+        hardware = Hardware.of(site)
     return from_fit(found, prior, rows, hardware)
+
+
+def published_calibration(site: Site) -> Calibration:
+    """Returns what published runs tell about a site: the fit of its own, or the population's average if it has none.
+
+    Second-hand numbers, rows that were put right by hand, and formats narrower than bf16 are left out.
+    """
+    runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
+    own = [run for run in runs if run.precision not in NARROW and (found := run.site()) and found.name == site.name]
+    return calibrate(own, site)
 
 
 def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:
@@ -219,6 +236,35 @@ def hardware_of(run: PublishedRun) -> Hardware:
     return Hardware.like(run.peak_flops_per_s)
 
 
+def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
+    """Returns the numbers of a site; on a local one each layout's processes share the cores.
+
+    A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets those of `CORE`.
+
+    Args:
+        site: the machine.
+        layouts: that will run there.
+        dtype: of matrix products.
+
+    Raises:
+        ConfigError: a cluster's site lacks a number.
+    """
+    if site.scheduler != "local":
+        return Hardware.of(site, dtype)
+    peak = site.peak_flops_per_s(dtype) or site.peak_flops_per_s("fp32") or CORE["peak"]
+    memory, tiers = site.device.memory_bytes_per_s, site.links.intra_node
+    share = np.minimum(1.0, site.devices_per_node / layouts.num_devices)
+    link = (tiers[0].bytes_per_s.value if tiers else CORE["link_bytes_per_s"]) * share
+    rate = (memory.value if memory else CORE["memory_bytes_per_s"]) * share
+    most = float(np.max(layouts.num_devices))
+    return Hardware(
+        peak_flops_per_s=peak * share, attention_flops_per_s=peak * share, matmul_flops_per_s=peak * share,
+        memory_bytes=site.device.memory_bytes.value if site.device.memory_bytes else float("nan"),
+        memory_bytes_per_s=rate, near_devices=most, near_bytes_per_s=link, node_devices=most, node_bytes_per_s=link,
+        network_bytes_per_s=link * most, price_per_device_hour=float("nan"),
+    )  # fmt: skip
+
+
 def _rows(run: PublishedRun | Run | str | os.PathLike[str], site: Site | None, hardware: Hardware | None) -> Rows:
     if isinstance(run, PublishedRun):
         rows = rows_of([run])
@@ -232,12 +278,12 @@ def _rows(run: PublishedRun | Run | str | os.PathLike[str], site: Site | None, h
         if len(steps):
             times.append(float(np.median(steps)))
             layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
-            machines.append(hardware or Hardware.of(site or run.site, plan.precision))
+            machines.append(hardware or hardware_on(site or run.site, layouts[-1], plan.precision))
     if not times:
         raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
     return Rows(
-        layouts=_stack_layouts(layouts), hardware=Hardware.stack(machines), seconds=np.array(times),
-        stack=np.zeros(len(times), int),
+        layouts=_stack_layouts(layouts), hardware=_stack_hardware(machines, [1] * len(machines)),
+        seconds=np.array(times), stack=np.zeros(len(times), int),
     )  # fmt: skip
 
 
@@ -252,21 +298,22 @@ def _site_of(runs: Sequence[Any]) -> Site | None:
 def _stack_layouts(parts: Sequence[Layouts]) -> Layouts:
     names = [field.name for field in dataclasses.fields(Layouts)]
     return Layouts(
-        **{
-            name: np.concatenate([np.broadcast_to(getattr(part, name), part.shape) for part in parts])
-            for name in names
-        }
+        **{name: np.concatenate([np.broadcast_to(getattr(part, name), part.shape) for part in parts]) for name in names}
     )
 
 
+def _stack_hardware(parts: Sequence[Hardware], sizes: Sequence[int]) -> Hardware:
+    columns = {}
+    for field in dataclasses.fields(Hardware):
+        values = [np.broadcast_to(getattr(part, field.name), size) for part, size in zip(parts, sizes, strict=True)]
+        columns[field.name] = np.concatenate(values)
+    return Hardware(**columns)
+
+
 def _concatenate(parts: Sequence[Rows]) -> Rows:
-    names = [field.name for field in dataclasses.fields(Hardware)]
-    machines = {
-        name: np.concatenate([np.broadcast_to(getattr(part.hardware, name), len(part)) for part in parts])
-        for name in names
-    }
     return Rows(
-        layouts=_stack_layouts([part.layouts for part in parts]), hardware=Hardware(**machines),
+        layouts=_stack_layouts([part.layouts for part in parts]),
+        hardware=_stack_hardware([part.hardware for part in parts], [len(part) for part in parts]),
         seconds=np.concatenate([part.seconds for part in parts]),
         stack=np.concatenate([part.stack for part in parts]),
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Communication between devices: alpha-beta costs over the tiers of a machine. No torch.
 
 A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of the ring and takes
-2 (g - 1) steps inside a node; between nodes trees are used, 2 log2 of the nodes (Thakur et al. 2005; NCCL). Gathering or
-scattering alone is half of it.
+2 (g - 1) steps inside a node; between nodes trees are used, 2 log2 of the nodes (Thakur et al. 2005; NCCL). Gathering
+or scattering alone is half of it.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Links:
     data_latency_s: Array
     pipeline_rate: Array
     pipeline_latency_s: Array
-    network_rate: Array
+    network_rate: Array | float
     """Of one device, all devices of a node sending at once."""
 
     @classmethod
@@ -44,7 +44,8 @@ class Links:
         nodes = np.maximum(1.0, t * replicas / node)  # that a data-parallel group and its neighbours span
         crosses = t * replicas > node
         # All groups of a node share its network, and the more so the larger the job (no fabric is free of it).
-        share = hardware.network_bytes_per_s / ranks_inside * np.maximum(1.0, devices / (8 * node)) ** -c.data_contention
+        contention = np.maximum(1.0, devices / (8 * node)) ** -c.data_contention
+        share = hardware.network_bytes_per_s / ranks_inside * contention
         one_node = devices <= node
         return cls(
             tensor_rate=np.where(t <= node, node_rate, np.minimum(node_rate, network)),

@@ -20,7 +20,7 @@ NOISE = 0.04
 """ln-scale of what a fitted model leaves over: same layout, same machine, measured twice differs by 3 to 5 %."""
 TAIL = 5.0
 """Degrees of freedom of the Student-t distribution."""
-MAX_ROWS = 80.0
+MAX_ROWS = 100.0
 STACK_SPREAD = 0.15
 """ln-spread of the factors of software stacks on one machine."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])

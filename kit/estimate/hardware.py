@@ -1,11 +1,11 @@
-"""Hardware: the ten numbers of a machine that step time needs; Coefficients: what a calibration fits to them. No torch."""
+"""Hardware: the numbers of a machine that step time needs; Coefficients: what a calibration fits to them. No torch."""
 
 import dataclasses
 from typing import Any, Self
 
 import numpy as np
 
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record
 from cluster.site import Site
 
 Number = float | np.ndarray
@@ -132,47 +132,47 @@ def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients(Record):
-    """Efficiencies and latencies of one machine with its software; defaults are the average of those published.
+    """Efficiencies and latencies of one machine with its software; defaults are the average of the published machines.
 
     Bounds are physics: no efficiency or bandwidth above the peak. The spread of each between machines is the prior of
     a calibration.
     """
 
-    gemm_efficiency: float = coefficient((0.811, 0.14), (0.80, 0.15), (0.2, 1.0),
+    gemm_efficiency: float = coefficient((0.82, 0.13), (0.80, 0.15), (0.2, 1.0),
         "of the peak, by very large matrix products")  # fmt: skip
     gemm_edge: float = coefficient((44.8, 0.40), (44.0, 0.4), (5.0, 400.0),
         "matrix side at which half the efficiency is lost")  # fmt: skip
-    memory_efficiency: float = coefficient((0.864, 0.25), (0.85, 0.2), (0.3, 1.0),
+    memory_efficiency: float = coefficient((0.832, 0.27), (0.85, 0.2), (0.3, 1.0),
         "of the memory bandwidth, by element-wise kernels")  # fmt: skip
-    attention_efficiency: float = coefficient((0.517, 0.33), (0.5, 0.3), (0.1, 1.0),
+    attention_efficiency: float = coefficient((0.514, 0.32), (0.5, 0.3), (0.1, 1.0),
         "of the peak, by written-out attention products")  # fmt: skip
-    flash_efficiency: float = coefficient((0.363, 0.50), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention")
-    unfused_traffic: float = coefficient((3.13, 0.28), (3.0, 0.3), (1.0, 5.0),
+    flash_efficiency: float = coefficient((0.359, 0.50), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention")
+    unfused_traffic: float = coefficient((3.09, 0.28), (3.0, 0.3), (1.0, 5.0),
         "memory traffic of unfused over fused norm and rotary")  # fmt: skip
-    score_bytes: float = coefficient((13.6, 0.43), (14.0, 0.25), (6.0, 40.0),
+    score_bytes: float = coefficient((13.7, 0.41), (14.0, 0.25), (6.0, 40.0),
         "memory traffic per written-out attention score")  # fmt: skip
-    launch_s: float = coefficient((1.43e-05, 0.49), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
-    backward_launches: float = coefficient((3.34, 0.30), (3.0, 0.3), (1.0, 8.0),
+    launch_s: float = coefficient((1.45e-05, 0.49), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
+    backward_launches: float = coefficient((3.36, 0.30), (3.0, 0.3), (1.0, 8.0),
         "kernels of a backward pass over a forward pass")  # fmt: skip
-    collective_launch_s: float = coefficient((2.22e-05, 0.47), (20e-6, 0.5), (1e-7, 1e-3),
+    collective_launch_s: float = coefficient((2.23e-05, 0.47), (20e-6, 0.5), (1e-7, 1e-3),
         "host time per tensor-parallel collective")  # fmt: skip
-    node_efficiency: float = coefficient((0.804, 0.34), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
-    node_latency_s: float = coefficient((1.82e-05, 0.90), (12e-6, 0.5), (1e-6, 2e-4),
+    node_efficiency: float = coefficient((0.792, 0.35), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
+    node_latency_s: float = coefficient((1.68e-05, 0.95), (12e-6, 0.5), (1e-6, 2e-4),
         "per step of a collective inside a node")  # fmt: skip
-    network_efficiency: float = coefficient((0.871, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
+    network_efficiency: float = coefficient((0.879, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
     network_latency_s: float = coefficient((2.47e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3),
         "per step of a collective between nodes")  # fmt: skip
-    pipeline_exposed: float = coefficient((0.74, 0.46), (0.9, 0.3), (0.05, 1.0),
+    pipeline_exposed: float = coefficient((0.732, 0.47), (0.9, 0.3), (0.05, 1.0),
         "part of pipeline sends that nothing hides")  # fmt: skip
-    data_efficiency: float = coefficient((0.57, 0.51), (0.5, 0.4), (0.02, 1.0),
+    data_efficiency: float = coefficient((0.469, 0.41), (0.5, 0.4), (0.02, 1.0),
         "of the links, by gradient reduction and gathering")  # fmt: skip
-    data_contention: float = coefficient((0.264, 0.60), (0.2, 0.5), (0.01, 0.6),
+    data_contention: float = coefficient((0.227, 0.52), (0.2, 0.5), (0.01, 0.6),
         "power at which that falls with the nodes of the job")  # fmt: skip
-    microbatch_s: float = coefficient((0.00114, 0.67), (1e-3, 0.7), (1e-6, 5e-2),
+    microbatch_s: float = coefficient((0.00108, 0.66), (1e-3, 0.7), (1e-6, 5e-2),
         "host time per micro-batch: data, loss, schedule")  # fmt: skip
-    step_s: float = coefficient((0.00734, 0.97), (10e-3, 0.7), (1e-4, 2.0),
+    step_s: float = coefficient((0.00728, 0.95), (10e-3, 0.7), (1e-4, 2.0),
         "host time per step: gradient norm, logging, loader")  # fmt: skip
-    factor: float = coefficient((0.914, 0.12), (1.0, 0.08), (0.5, 2.0),
+    factor: float = coefficient((0.915, 0.13), (1.0, 0.08), (0.5, 2.0),
         "of the whole time: clocks, stragglers, what is not modelled")  # fmt: skip
 
     def __post_init__(self) -> None:

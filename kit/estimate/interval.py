@@ -10,7 +10,7 @@ from kit.estimate.hardware import Hardware
 from kit.estimate.layouts import Array, Layouts
 from kit.estimate.step_time import layer_params
 
-MISFIT = 0.08
+MISFIT = 0.075
 """ln-scale of what the formula itself gets wrong, on top of coefficients that are not known exactly."""
 QUANTILE = 1.645
 """Of a normal distribution: 5 % lie above."""

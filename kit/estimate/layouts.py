@@ -7,7 +7,7 @@ context and data parallelism (replicas); b micro-batch size and B global batch s
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -64,7 +64,8 @@ class Layouts:
         Args:
             spec: one for all plans, or one each.
             plans: the layouts.
-            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `gradient_bytes`, `context_parallel`: numbers or arrays.
+            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `gradient_bytes`,
+                `context_parallel`: numbers or arrays.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
@@ -103,8 +104,10 @@ class Layouts:
         Raises:
             ConfigError: the layout uses what a Plan does not have, or breaks one of its rules.
         """
-        row = {name: np.broadcast_to(getattr(self, name), self.shape).flat[index] for name in DEGREES}
-        degrees = {name: bool(value) if name == "sequence_parallel" else int(value) for name, value in row.items()}
+        degrees: dict[str, Any] = {}
+        for name in DEGREES:
+            value = np.broadcast_to(getattr(self, name), self.shape).flat[index]
+            degrees[name] = bool(value) if name == "sequence_parallel" else int(value)
         recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
         schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
         return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16")
@@ -118,7 +121,13 @@ DEGREES = (
     "tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage", "sequence_parallel",
     "micro_batch_size", "global_batch_size",
 )  # fmt: skip
-KERNELS = {"flash_attention": 2, "fused_norm": True, "fused_softmax": True, "gradient_bytes": 4.0, "context_parallel": 1.0}
+KERNELS = {
+    "flash_attention": 2,
+    "fused_norm": True,
+    "fused_softmax": True,
+    "gradient_bytes": 4.0,
+    "context_parallel": 1.0,
+}
 
 
 def _column(values: list) -> Array:

@@ -6,105 +6,31 @@ the reason: in this field a wrong batch or FLOP count is more common than a bad 
 
 import csv
 import dataclasses
-import enum
 import os
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
-from cluster.record import ConfigError, field_doc
-from cluster.site import Site
-from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Layouts
+from cluster.record import ConfigError
+from kit.estimate.layouts import RECOMPUTE
+from kit.estimate.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.spec import FlopBasis, ModelSpec
+
+__all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read", "step_times"]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
 COLUMNS = (
-    "source", "system", "gpu", "peak_tflops_bf16", "gpus", "model", "params_b", "layers", "hidden", "ffn_hidden", "heads",
-    "kv_heads", "vocab", "seq", "tp", "pp", "virtual_stages", "cp", "dp", "zero_stage", "micro_batch", "global_batch",
-    "recompute", "precision", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "note",
+    "source", "system", "gpu", "peak_tflops_bf16", "gpus", "model", "params_b", "layers", "hidden", "ffn_hidden",
+    "heads", "kv_heads", "vocab", "seq", "tp", "pp", "virtual_stages", "cp", "dp", "zero_stage", "micro_batch",
+    "global_batch", "recompute", "precision", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "note",
 )  # fmt: skip
 REQUIRED = ("source", "gpu", "gpus", "layers", "hidden", "heads", "seq", "global_batch")
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
 """Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on GB200, 6 on GB300)."""
 NEVER_SEEN = 0.92
 """Of the peak: no large matrix product is published above this; the fraction is refused where no ceiling is known."""
-
-
-class Basis(enum.Enum):
-    """What the FLOP/s of a row count."""
-
-    MODEL = "model"
-    """Model FLOPs: `FlopBasis.MODEL`."""
-    HARDWARE = "hw"
-    """Recomputation counted: `FlopBasis.MEGATRON_RECOMPUTE`."""
-    NEOX = "neox"
-    """6 N + 60 L h s per token: attention counted five times over."""
-    NONE = "none"
-    UNKNOWN = "unknown"
-
-
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PublishedRun:
-    """One published run: a model, a layout, and how long a step took, or that it ran out of memory."""
-
-    source: str = field_doc("paper, repository or log")
-    system: str = field_doc("the machine, as the source calls it")
-    device: str = field_doc("accelerator, one per rank")
-    stack: str = field_doc("software and machine that share one factor", default="")
-    kind: Literal["measured", "oom"] = field_doc("a step time, or an out-of-memory label", default="measured")
-    status: str = field_doc("read, mixed, derived, recalled or secondary", default="read")
-    basis: Basis = field_doc("what published FLOP/s count", default=Basis.UNKNOWN)
-    precision: str = field_doc("of the matrix products", default="bf16")
-    peak_flops_per_s: float | None = field_doc("of one device in bf16, as the source has it", default=None)
-    spec: ModelSpec = field_doc("shapes")
-    tensor_parallel: int = field_doc("devices that share each matrix", default=1)
-    pipeline_parallel: int = field_doc("devices that share the layers", default=1)
-    virtual_stages: int = field_doc("stages on each pipeline device", default=1)
-    context_parallel: int = field_doc("devices that share a sequence", default=1)
-    data_parallel: int = field_doc("replicas", default=1)
-    zero_stage: int = field_doc("0 to 3", default=0)
-    sequence_parallel: bool = field_doc("norms sharded over tensor_parallel", default=False)
-    micro_batch_size: int = field_doc("sequences", default=1)
-    global_batch_size: int = field_doc("sequences", default=1)
-    recompute: Literal["none", "selective", "full"] = field_doc("in the backward pass", default="none")
-    flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
-    fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
-    fused_softmax: bool = field_doc("mask and softmax in one kernel, where scores are written out", default=True)
-    gradient_bytes: int = field_doc("of one reduced gradient", default=2)
-    step_time_s: float | None = field_doc("seconds per iteration; none for out of memory", default=None)
-    memory_bytes: float | None = field_doc("most allocated on a device, where the source says", default=None)
-    assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
-    note: str = field_doc("what the source says besides", default="")
-
-    @property
-    def num_devices(self) -> int:
-        """TP x PP x CP x DP."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
-        return self.global_batch_size * self.spec.sequence_length
-
-    def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
-        """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory row."""
-        if self.step_time_s is None:
-            return None
-        return self.tokens_per_step * self.spec.flops_per_token(basis) / (self.step_time_s * self.num_devices)
-
-    def layouts(self) -> Layouts:
-        """Returns the run as Layouts of length one."""
-        return layouts([self])
-
-    def site(self) -> Site | None:
-        """Returns the packaged site of the run's machine, else of its kind of device, else None."""
-        return _site(self.system, self.device)
 
 
 def load(file: str | os.PathLike[str] | None = None, *, system: str | None = None) -> tuple[PublishedRun, ...]:
@@ -155,29 +81,6 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], list[t
     return tuple(runs), refused
 
 
-def layouts(runs: Sequence[PublishedRun]) -> Layouts:
-    """Returns the runs as Layouts, one element per run."""
-    columns: dict[str, np.ndarray] = {}
-    for field in dataclasses.fields(Layouts):
-        values = [_layout_value(run, field.name) for run in runs]
-        kind = bool if isinstance(values[0], bool) else np.int8 if field.name in ("recompute", "schedule") else float
-        columns[field.name] = np.array(values, dtype=kind)
-    return Layouts(**columns)
-
-
-def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
-    """Returns measured seconds per step, NaN where there is none."""
-    return np.array([np.nan if run.step_time_s is None else run.step_time_s for run in runs])
-
-
-def _layout_value(run: PublishedRun, name: str) -> float | bool:
-    if name == "recompute":
-        return RECOMPUTE.index(run.recompute)
-    if name == "schedule":
-        return SCHEDULES.index("interleaved" if run.virtual_stages > 1 else "1f1b")
-    return getattr(run, name) if hasattr(run, name) else getattr(run.spec, name)
-
-
 def _run(row: dict[str, str]) -> PublishedRun | None:
     """Returns the typed run of one CSV row, None where the source leaves the layout open."""
     number = {column: _number(row, column) for column in COLUMNS[3:20] if column != "model"}
@@ -211,7 +114,7 @@ def _degrees(number: dict[str, float | None], assumed: list[str]) -> dict[str, i
         raise ConfigError(f"gpus: {gpus} is no multiple of tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}.")
     dp = gpus // (tp * pp * cp)
     if number["dp"] is not None and number["dp"] != dp:
-        raise ConfigError(f"dp: {number['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not the {gpus} gpus. Expected {dp}.")
+        raise ConfigError(f"dp: {number['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}.")
     if number["micro_batch"] is None:
         assumed.append("micro_batch_size")
     return dict(
@@ -285,7 +188,7 @@ def _check(run: PublishedRun, number: dict[str, float | None]) -> None:
     for name in ("mfu", "hfu"):
         value = number[name]
         if value is not None and not 0 < value <= 1:
-            raise ConfigError(f"{name}: {value} is not a fraction from 0 to 1. Per cent is 0.01; above 1 is impossible.")
+            raise ConfigError(f"{name}: {value} is not a fraction from 0 to 1. 38 % is 0.38; above 1 is impossible.")
     rates = [run.flops_per_s(), number["tflops_per_gpu"] and number["tflops_per_gpu"] * 1e12]
     if run.recompute == "full":  # what the device executes, where the source has no FLOP/s of its own
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
@@ -293,7 +196,7 @@ def _check(run: PublishedRun, number: dict[str, float | None]) -> None:
     for rate in rates:
         if rate and ceiling and rate > ceiling:
             raise ConfigError(
-                f"{rate / 1e12:.1f} TFLOP/s per device is above {ceiling / 1e12:.1f}, {where}. Check the samples really "
+                f"{rate / 1e12:.1f} TFLOP/s per device is above {ceiling / 1e12:.1f}, {where}. Check the samples "
                 f"processed per step (global_batch {run.global_batch_size}: does micro_batch x gradient accumulation "
                 f"x dp of the engine's own configuration agree?), the FLOP basis ({run.basis.value}), and the unit."
             )
@@ -309,24 +212,6 @@ def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
     if peak is None:
         return None, ""
     return peak * speedup * NEVER_SEEN, f"{NEVER_SEEN:.0%} of the peak, which no published matrix product passes"
-
-
-SYSTEMS = {
-    "Selene": "selene", "KAIST A100 cluster": "kaist", "KAIST A100 node": "kaist", "Jean Zay": "jean-zay",
-    "Frontier": "frontier", "LUMI": "lumi", "trn1.32xlarge": "trn1.32xlarge", "DGX-H100": "dgx-h100",
-    "Eos-class H100": "dgx-h100", "DGX-GB200": "gb200-nvl72", "DGX-GB300": "gb300-nvl72",
-}  # fmt: skip
-SOURCES = {"Aleph Alpha": "aleph-alpha"}
-DEVICES = (
-    ("A100", "selene"), ("MI250", "frontier"), ("Trainium", "trn1.32xlarge"), ("H100", "dgx-h100"),
-    ("H200", "dgx-h100"), ("H800", "dgx-h100"), ("GH200", "dgx-h100"), ("GB200", "gb200-nvl72"),
-    ("B200", "gb200-nvl72"), ("GB300", "gb300-nvl72"), ("B300", "gb300-nvl72"),
-)  # fmt: skip
-
-
-def _site(system: str, device: str) -> Site | None:
-    name = SYSTEMS.get(system) or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
-    return Site.load(name) if name and name in Site.names() else None
 
 
 def _stack(row: dict[str, str]) -> str:

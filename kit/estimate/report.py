@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.site import Site
 from kit.errors import ConfigError
+from kit.estimate.calibrate import published_calibration
 from kit.estimate.explain import Answer, answers
 from kit.estimate.hardware import Coefficients
 from kit.estimate.search import COLUMNS, Search, cells, search
@@ -79,7 +80,7 @@ def plan_report(
         tokens: training budget for days and price.
         max_risk: highest accepted probability of running out of memory.
         count: layouts to explain.
-        coefficients: fitted efficiencies; default: the average of published machines.
+        coefficients: fitted efficiencies; default: what published runs tell about the site.
         only: as in `search`.
 
     Raises:
@@ -88,5 +89,7 @@ def plan_report(
     spec = ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
-    found = search(spec, Site.load(site), devices, batch, max_risk=max_risk, coefficients=coefficients, only=only)
+    place = Site.load(site)
+    coefficients = coefficients or published_calibration(place).coefficients
+    found = search(spec, place, devices, batch, max_risk=max_risk, coefficients=coefficients, only=only)
     return PlanReport(search=found, answers=answers(found, count, tokens=tokens))

@@ -35,7 +35,7 @@ class StepTime:
     total_s: Array
     layouts: Layouts
     hardware: Hardware
-    factor: Array
+    factor: Array | float
     """Of all terms: the coefficient of that name."""
     layer: "Layer"
     parts_s: dict[str, Array]
@@ -133,6 +133,9 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     slowest = np.maximum(slowest, mean)
     bubble = (p * mean - slowest) * _bubble_share(x, v)
     reduction, gather = _data_parallel(x, hardware, c, links, most, m)
+    # Without a pipeline, buckets of gradients are reduced beside the last micro-batch's backward pass: at least half
+    # of its time, even where the forward pass is repeated.
+    reduction = np.where(p > 1, reduction, exposed(reduction, 0.5 * middle))
     data = reduction + m * exposed(gather, middle)
     optimizer = _optimizer(x, hardware, c, most)
     total = c.factor * (m * slowest + bubble + data + optimizer + c.step_s)
@@ -182,7 +185,7 @@ def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Lay
     )  # fmt: skip
 
 
-def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, memory_rate: Array) -> tuple:
+def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, memory_rate: Array | float) -> tuple:
     """Returns (seconds of a forward pass between projections, where attention is fused)."""
     h, t, s = x.hidden_size, x.tensor_parallel, x.sequence_length
     flash = x.flash_attention > 0
@@ -197,7 +200,8 @@ def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, m
 def _context_parallel(x: Layouts, tokens: Array, kv: Array, attention: Array, links: Links) -> Array:
     """Returns seconds in which key/value blocks go round and attention does not hide it."""
     ranks = x.context_parallel
-    return np.where(ranks > 1, exposed((ranks - 1) * 4 * tokens * kv / x.tensor_parallel / links.context_rate, attention), 0.0)
+    blocks = (ranks - 1) * 4 * tokens * kv / x.tensor_parallel / links.context_rate
+    return np.where(ranks > 1, exposed(blocks, attention), 0.0)
 
 
 def _ends(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import pytest
 from cluster.record import ConfigError
 from cluster.site import Site
 from kit.estimate import fitting, published
-from kit.estimate.calibrate import calibrate, hardware_on, propose, rows_of
+from kit.estimate.calibrate import calibrate, hardware_on, propose, published_calibration, rows_of
 from kit.estimate.fitting import Prior, fit, sensitivity
 from kit.estimate.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.layouts import Layouts
@@ -177,3 +177,12 @@ def test_a_run_without_steps_and_an_unknown_machine_are_refused(tmp_path, bloom)
         rows_of([nowhere])
     guessed = dataclasses.replace(nowhere, peak_flops_per_s=312e12)
     assert rows_of([guessed]).hardware.memory_bytes_per_s[0] == Hardware.like(312e12).memory_bytes_per_s
+
+
+def test_published_runs_calibrate_their_site_and_no_other():
+    frontier, h100 = (published_calibration(Site.load(name)) for name in ("frontier", "dgx-h100"))
+    assert frontier.num_runs == 20 and frontier.error < 0.15
+    assert h100.num_runs == 9
+    aurora = published_calibration(Site.load("aurora"))
+    assert aurora.num_runs == 0
+    assert list(aurora.coefficients.to_dict().values()) == pytest.approx(list(Coefficients().to_dict().values()))

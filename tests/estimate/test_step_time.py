@@ -68,7 +68,7 @@ def test_price_is_devices_times_hours_and_unknown_without_a_price():
 def test_more_micro_batches_shrink_the_bubbles_share_by_the_1f1b_law():
     few, many = seconds(plan(global_batch_size=16)), seconds(plan(global_batch_size=256))
     share = [float((each.terms_s["bubble"] / each.total_s)[0]) for each in (few, many)]
-    assert share[0] > 0.35 and share[1] < 0.08
+    assert share[0] > 0.3 and share[1] < 0.08
     assert few.terms_s["bubble"] == pytest.approx(many.terms_s["bubble"])
 
 
