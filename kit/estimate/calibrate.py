@@ -28,8 +28,13 @@ WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOCAL_SPREAD = 2.0
 """How much wider the prior is on a site that is no cluster: the population has none."""
-LOCAL_MEAN = {"gemm_efficiency": 0.6, "collective_launch_s": 2e-4, "node_latency_s": 1e-4, "step_s": 2e-2}
-"""Where its mean differs: processes of one machine that talk through gloo."""
+LOCAL = {
+    "gemm_efficiency": (0.6, 0.4), "collective_launch_s": (2e-3, 1.0), "node_latency_s": (5e-4, 1.0),
+    "step_s": (2e-2, 1.5),
+}  # fmt: skip
+"""Mean and ln-spread where its mean differs too: processes of one machine that talk through gloo and Python."""
+LOCAL_MISFIT = 0.12
+"""ln-scale of what is left over there: processes share cores, caches and whatever else the machine does."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
 """Orders of magnitude of one CPU core, for a local site whose numbers nobody measured."""
 
@@ -64,6 +69,8 @@ class Calibration:
     hardware: Hardware
     measured: interval.MeasuredRange | None
     """Of the runs; none without any."""
+    misfit: float = interval.MISFIT
+    """ln-scale of what the formula gets wrong on this machine."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
         """Returns step times of layouts with an interval, and warnings for those unlike any calibrated run.
@@ -73,7 +80,7 @@ class Calibration:
             hardware: default: of the calibrated machine.
         """
         hardware = hardware or self.hardware
-        centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance)
+        centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance, self.misfit)
         half = interval.QUANTILE * deviation
         if self.measured is None:
             warnings = ("no run of this machine was measured: efficiencies are the average of published machines.",)
@@ -127,8 +134,7 @@ def calibrate(
     if prior is None:
         prior = Prior.default()
         if site is not None and site.scheduler == "local":
-            mean = [np.log(LOCAL_MEAN[name]) if name in LOCAL_MEAN else prior.mean[i] for i, name in enumerate(NAMES)]
-            prior = Prior(mean=np.array(mean), spread=prior.spread * LOCAL_SPREAD)
+            prior = _local(prior)
     if not runs:
         if hardware is None and site is None:
             raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
@@ -142,7 +148,17 @@ def calibrate(
     elif hardware is None:
         assert site is not None
         hardware = Hardware.of(site)
-    return from_fit(found, prior, rows, hardware)
+    calibration = from_fit(found, prior, rows, hardware)
+    is_local = site is not None and site.scheduler == "local"
+    return dataclasses.replace(calibration, misfit=LOCAL_MISFIT) if is_local else calibration
+
+
+def _local(prior: Prior) -> Prior:
+    mean, spread = prior.mean.copy(), prior.spread * LOCAL_SPREAD
+    for i, name in enumerate(NAMES):
+        if name in LOCAL:
+            mean[i], spread[i] = np.log(LOCAL[name][0]), LOCAL[name][1]
+    return Prior(mean=mean, spread=spread)
 
 
 def published_calibration(site: Site) -> Calibration:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.errors import ConfigError
 from kit.estimate.layouts import Array
 from kit.estimate.memory import TERMS, StageMemory
 from kit.estimate.search import Search
@@ -20,7 +21,8 @@ TIME_COLOURS = {
     "overhead": "#BFBFBF",
 }  # fmt: skip
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
-SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#8A7A00", "#555555", "#56A0D3")
+SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#8A7A00", "#555555", "#56A0D3", "#E39A63", "#6DBFA4", "#CC97B6")
+MARKERS = "oDs^vP*<>X"
 
 
 def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tuple[Any, Rows]:
@@ -119,11 +121,16 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
     Args:
         groups: (measured, predicted) seconds by name of the data set.
         title: of the figure.
+
+    Raises:
+        ConfigError: more groups than there are markers.
     """
+    if len(groups) > len(MARKERS):
+        raise ConfigError(f"groups: {len(groups)} are too many for one picture. Give at most {len(MARKERS)}.")
     rows: Rows = []
     with figure_style() as plt:
         figure, axis = plt.subplots(figsize=(5.6, 4.2))
-        for (name, (measured, predicted)), marker, colour in zip(groups.items(), "oDs^vP*", SERIES, strict=False):
+        for (name, (measured, predicted)), marker, colour in zip(groups.items(), MARKERS, SERIES, strict=False):
             error = np.abs(predicted / measured - 1)
             rows.append({"rows": name, "number": len(measured), "mean error": float(error.mean()),
                          "median error": float(np.median(error)), "worst": float(error.max())})  # fmt: skip

@@ -87,7 +87,10 @@ class Fit:
     @property
     def coefficients(self) -> Coefficients:
         """The fitted coefficients, without stack factors."""
-        return Coefficients(**dict(zip(NAMES, np.exp(self.values).tolist(), strict=True)))
+        values = np.clip(
+            np.exp(self.values), *np.array([BOUNDS[name] for name in NAMES]).T
+        )  # a bound, not 1e-16 beyond
+        return Coefficients(**dict(zip(NAMES, values.tolist(), strict=True)))
 
 
 def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:

@@ -154,10 +154,10 @@ class Coefficients(Record):
     launch_s: float = coefficient((1.45e-05, 0.49), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
     backward_launches: float = coefficient((3.36, 0.30), (3.0, 0.3), (1.0, 8.0),
         "kernels of a backward pass over a forward pass")  # fmt: skip
-    collective_launch_s: float = coefficient((2.23e-05, 0.47), (20e-6, 0.5), (1e-7, 1e-3),
+    collective_launch_s: float = coefficient((2.23e-05, 0.47), (20e-6, 0.5), (1e-7, 2e-2),
         "host time per tensor-parallel collective")  # fmt: skip
     node_efficiency: float = coefficient((0.792, 0.35), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
-    node_latency_s: float = coefficient((1.68e-05, 0.95), (12e-6, 0.5), (1e-6, 2e-4),
+    node_latency_s: float = coefficient((1.68e-05, 0.95), (12e-6, 0.5), (1e-6, 1e-2),
         "per step of a collective inside a node")  # fmt: skip
     network_efficiency: float = coefficient((0.879, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
     network_latency_s: float = coefficient((2.47e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3),

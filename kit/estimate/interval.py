@@ -18,11 +18,13 @@ MARGIN = 1.25
 """How far outside the measured values a layout may lie without a warning."""
 
 
-def spread(layouts: Layouts, hardware: Hardware, values: Array, covariance: Array) -> tuple[Array, Array]:
+def spread(
+    layouts: Layouts, hardware: Hardware, values: Array, covariance: Array, misfit: float = MISFIT
+) -> tuple[Array, Array]:
     """Returns (ln seconds, its standard deviation) given ln coefficients and their covariance."""
     centre, slopes = sensitivity(layouts, hardware, np.clip(values, LOW, HIGH))
     variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
-    return centre, np.sqrt(variance + MISFIT**2)
+    return centre, np.sqrt(variance + misfit**2)
 
 
 def features(layouts: Layouts) -> dict[str, Array]:
