@@ -4,12 +4,21 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test pytest check lab gallery bench clean
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
+
+.PHONY: demo test system pytest check lab gallery bench clean
 
 demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
 
-test: check pytest  ## everything that CI runs
+test: system check pytest  ## everything that CI runs
+
+# The launch tests run a real Slurm. Where it cannot be installed they are skipped and say why.
+system:  ## Slurm from Debian's packages, where this is Debian, the user is root and it is missing
+	@if command -v slurmctld >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); \
+	else echo "no Slurm here, and it cannot be installed without apt-get and root: the launch tests will be skipped"; fi
 
 pytest: .venv/dev-installed
 	$(BIN)/python -m pytest -q --durations=15
@@ -39,5 +48,5 @@ clean:
 
 .venv/dev-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e ".[deepspeed,eval,plan,wandb,dev]"
+	$(PIP) -e ".[cluster,deepspeed,eval,plan,wandb,dev]"
 	touch $@ .venv/demo-installed

@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cluster import kubernetes as kubernetes
     from cluster import local as local
+    from cluster import slurm as slurm
     from cluster.job import Job as Job
     from cluster.job import JobSpec as JobSpec
     from cluster.job import JobStatus as JobStatus
@@ -24,16 +26,17 @@ _MODULES = {
     "site": ("Fact", "Site"),
     "state": ("JobError", "JobState", "StaleAttemptError"),
 }
+_BACKENDS = ("kubernetes", "local", "slurm")
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"cluster.{_HOME[name]}"), name)
-    if name == "local":
-        return import_module("cluster.local")
+    if name in _BACKENDS:
+        return import_module(f"cluster.{name}")
     raise AttributeError(f"module 'cluster' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "local"])
+    return sorted([*globals(), *_HOME, *_BACKENDS])

@@ -1,4 +1,4 @@
-"""JobSpec, JobStatus and Job: a job as a run directory, whatever scheduler runs it.
+"""JobSpec and Job: a job as a run directory, whatever scheduler runs it.
 
 A `Job` holds no connection and no state of its own. Everything is read from the run directory each time, so any
 process may attach to any job, and the job does not notice when they go. Standard library only.
@@ -11,27 +11,33 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, overload
 
+from cluster import poll
 from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc, html_table
+from cluster.scheduler import SECRET_WORDS
 from cluster.state import (
+    Event,
+    ExitReport,
     JobError,
     JobState,
     RunState,
+    SchedulerJob,
     ask,
-    asked_at,
     last_attempt,
     locked,
     log_path,
-    read_exit,
+    read_history,
     read_state,
+    record_event,
+    update_state,
+    write_exit,
 )
+from cluster.status import JobStatus as JobStatus
+from cluster.status import is_alive, read_status, why_unknown
 
 SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
-STALLED_AFTER_S = 60.0
-STALLED_AFTER_STEPS = 10
-STALLED_START_S = 1800.0  # before the first step: imports, rendezvous and compilation take long on a large machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,7 @@ class JobSpec(Record):
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc("the job is ended after this time", default=None)
     grace_s: float = field_doc("from asking a rank to end (SIGTERM) to killing it (SIGKILL)", default=10.0)
+    max_restarts: int = field_doc("restarts in a row without a new step, after which the job has failed", default=2)
 
     def __post_init__(self) -> None:
         for name in ("run_dir", "working_directory"):
@@ -66,6 +73,8 @@ class JobSpec(Record):
         for name, value in (("time_limit_s", self.time_limit_s), ("grace_s", self.grace_s)):
             if value is not None and not value > 0:
                 raise ConfigError(f"job.{name}: {value} is not allowed. Give seconds above 0.")
+        if self.max_restarts < 0:
+            raise ConfigError(f"job.max_restarts: {self.max_restarts} is not allowed. Give 0 or more.")
         self._check_text()
 
     def _check_text(self) -> None:
@@ -74,44 +83,15 @@ class JobSpec(Record):
                 raise ConfigError(f"job.environment.{key}: the launcher sets it for each rank. Leave it out.")
             if not key or "=" in key:
                 raise ConfigError(f"job.environment: {key!r} is not a name of a variable. Leave out '='.")
+            if SECRET_WORDS & set(key.upper().split("_")):
+                raise ConfigError(
+                    f"job.environment.{key}: looks like a secret, and whoever reads the run directory could read it. "
+                    f"Leave it out and export {key} where you submit from: the job inherits it."
+                )
         words = (*self.argv, *self.environment, *self.environment.values(), self.run_dir, self.working_directory)
         for text in words:
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
                 raise ConfigError(f"job: {text!r} holds a NUL or is not valid text, so no command can take it.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobStatus(Record):
-    """What a job does now, and why we think so."""
-
-    state: JobState = field_doc("in the words of JobState")
-    reason: str = field_doc("one line for people")
-    attempt: int = field_doc("counts the starts of this run directory from 1")
-    step: int | None = field_doc("last finished optimizer step", default=None)
-    heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
-    exit_code: int | None = field_doc("of a job that has ended", default=None)
-
-
-def read_status(run_dir: Path) -> JobStatus:
-    """Returns the truth about a job as far as this host can know it; `reason` says when it cannot."""
-    state = read_state(run_dir)
-    alive = _is_alive(state)
-    report = read_exit(run_dir)  # after the look at the process, which writes its report before it ends
-    attempt = state.attempt if state else last_attempt(run_dir)
-    age_s = max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
-    if report and report.attempt == attempt:
-        verdict, reason = JobState.FAILED if report.rc else JobState.DONE, report.reason
-    elif state is None:
-        verdict, reason = JobState.LOST, "state.json is missing or damaged, and there is no exit.json"
-    elif alive is False:
-        verdict, reason = JobState.LOST, _epitaph(state)
-    else:
-        verdict, reason = _living(run_dir, state, age_s)
-        if alive is None:
-            reason = f"{reason}; {_why_unknown(state)}"
-    rc = report.rc if report and verdict in (JobState.DONE, JobState.FAILED) else None
-    step = state.step if state else None
-    return JobStatus(state=verdict, reason=reason, attempt=attempt, step=step, heartbeat_age_s=age_s, exit_code=rc)
 
 
 def claim_attempt(run_dir: Path) -> int:
@@ -125,17 +105,62 @@ def claim_attempt(run_dir: Path) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
         state, status = read_state(run_dir), read_status(run_dir)
-        beyond_reach = status.state is JobState.STALLED and _is_alive(state) is None  # fenced off, should it come back
+        scheduled = state is not None and state.scheduler_job is not None
+        # Out of reach: should it come back, it is fenced off.
+        beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
         if not status.state.is_final and not beyond_reach:
             raise JobError(
                 f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
                 f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
             )
-        attempt = last_attempt(run_dir) + 1
-        for request in (run_dir / "control").glob("request_*"):
-            request.unlink(missing_ok=True)
-        RunState(state=JobState.QUEUED, attempt=attempt, process=Process.current()).write(run_dir / "state.json")
-        return attempt
+        return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
+
+
+def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
+    """Lets a scheduler answer for a queued attempt from now on, instead of the process that claimed it."""
+    with locked(run_dir):
+        state = read_state(run_dir)
+        if state is None or state.attempt != attempt or state.scheduler_job is not None:
+            return  # the job was quicker: it runs and has said so itself
+        state.replace(scheduler_job=job, process=None, reason=f"submitted to {job.scheduler} as {job.id}").write(
+            run_dir / "state.json"
+        )
+
+
+def take_over(run_dir: Path, job: SchedulerJob) -> int:
+    """Makes the calling process, which `job` has started, the owner of the attempt that begins now; returns its number.
+
+    That is the attempt that was queued for this job or, after a requeue or a restart, the next one.
+
+    Raises:
+        JobError: the directory belongs to another job by now.
+    """
+    with locked(run_dir):
+        state = read_state(run_dir)
+        known = state.scheduler_job if state else None
+        ours = known is None or known.id == job.id
+        job = known if known and ours else job  # where the job was submitted, its scheduler may be reached otherwise
+        here = {"state": JobState.STARTING, "process": Process.current(), "scheduler_job": job,
+                "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
+        if state and ours and state.state is JobState.QUEUED:
+            begun = state.replace(**here)
+            begun.write(run_dir / "state.json")
+            record_event(run_dir, begun)
+            return state.attempt
+        if not ours and not read_status(run_dir).state.is_final:
+            assert known is not None
+            raise JobError(f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was started.")
+        return _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
+
+
+def _begin(run_dir: Path, state: RunState) -> int:
+    attempt = last_attempt(run_dir) + 1
+    for request in (run_dir / "control").glob("request_*"):
+        request.unlink(missing_ok=True)
+    begun = state.replace(attempt=attempt)
+    begun.write(run_dir / "state.json")
+    record_event(run_dir, begun)
+    return attempt
 
 
 class Job:
@@ -161,12 +186,36 @@ class Job:
         """Returns what the job does now, with the reason."""
         return read_status(self.run_dir)
 
-    def logs(self, rank: int = 0, attempt: int | None = None) -> str:
+    @property
+    def state(self) -> JobState:
+        """What the job does now, in one word."""
+        return self.status().state
+
+    @property
+    def history(self) -> list[Event]:
+        """All changes of state so far, over all attempts, oldest first; the last one is how it stands now."""
+        events, status = read_history(self.run_dir), self.status()
+        if events and events[-1].state is not status.state:
+            now = events[-1].replace(time=time.time(), state=status.state, reason=status.reason, step=status.step)
+            events.append(now.replace(attempt=status.attempt, lost_node=None))
+        return events
+
+    @overload
+    def logs(self, rank: int = 0, attempt: int | None = None, follow: Literal[False] = False) -> str: ...
+
+    @overload
+    def logs(self, rank: int = 0, attempt: int | None = None, *, follow: Literal[True]) -> Iterator[str]: ...
+
+    def logs(self, rank: int = 0, attempt: int | None = None, follow: bool = False) -> str | Iterator[str]:
         """Returns everything a rank has printed in an attempt (default: the newest); empty before its first output.
+
+        With `follow`, yields the lines as they come, until the attempt ends.
 
         Raises:
             JobError: no such rank or attempt.
         """
+        if follow:
+            return self.follow(rank)
         try:
             return self._log(rank, attempt).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
@@ -220,16 +269,49 @@ class Job:
         """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's grace time.
 
         Raises:
-            JobError: the job runs where no signal of ours can reach it.
+            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses.
         """
         state = read_state(self.run_dir)
         if self.status().state.is_final or state is None:
             return
-        if state.process is None or not state.process.is_here:
-            raise JobError(
-                f"{self.run_dir}: cannot be cancelled from here: {_why_unknown(state)}. Use .stop() instead."
-            )
-        state.process.send_signal(signal.SIGTERM)
+        if state.scheduler_job:
+            self._cancel_scheduled(state, state.scheduler_job)
+        elif state.process is None or not state.process.is_here:
+            raise JobError(f"{self.run_dir}: cannot be cancelled from here: {why_unknown(state)}. Use .stop() instead.")
+        else:
+            state.process.send_signal(signal.SIGTERM)
+
+    def requeue(self, timeout_s: float = 60.0) -> None:
+        """Starts the next attempt: of an ended job at once, of a running one after ending it as `cancel` does.
+
+        Raises:
+            JobError: the running attempt does not end, or the scheduler refuses.
+        """
+        state = read_state(self.run_dir)
+        if state and state.scheduler_job:
+            poll.backend(state.scheduler_job).requeue(self, state.scheduler_job)
+            poll.POLLER.forget(state.scheduler_job)
+            return
+        from cluster import local
+
+        self.cancel()
+        try:
+            self.wait(timeout_s)
+        except TimeoutError as error:
+            raise JobError(str(error)) from error
+        local.submit(self.spec)
+
+    def _cancel_scheduled(self, state: RunState, job: SchedulerJob) -> None:
+        waiting = self.status().state in (JobState.QUEUED, JobState.REQUEUED)
+        poll.backend(job).cancel(job)
+        poll.POLLER.forget(job)
+        if waiting:  # no process of the job is there to say so, and the scheduler forgets
+            report = ExitReport(
+                attempt=state.attempt, rc=128 + signal.SIGTERM, reason="cancelled while it waited",
+                host=os.uname().nodename, time=time.time(),
+            )  # fmt: skip
+            write_exit(self.run_dir, report)
+            update_state(self.run_dir, attempt=state.attempt, state=JobState.FAILED, reason=report.reason)
 
     def _log(self, rank: int, attempt: int | None) -> Path:
         newest = last_attempt(self.run_dir)
@@ -247,44 +329,3 @@ class Job:
         rows = [("state", f"{status.state}: {status.reason}"), ("attempt", status.attempt), ("step", status.step)]
         table = html_table(f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows])
         return f"{table}<code>{html.escape(str(self.run_dir))}</code>"
-
-
-def _is_alive(state: RunState | None) -> bool | None:
-    """Returns whether the process that answers for the job runs, or None when this host cannot know."""
-    if state is None or state.process is None or not state.process.is_here:
-        return None
-    return state.process.is_alive
-
-
-def _why_unknown(state: RunState) -> str:
-    if state.process is None:
-        return "it was not started by a launcher, so only its heartbeat speaks for it"
-    return f"it runs on {state.process.host}, so only its heartbeat speaks for it here"
-
-
-def _epitaph(state: RunState) -> str:
-    process = state.process
-    assert process is not None
-    return (
-        f"process {process.pid} on {process.host} is gone and left no exit.json: "
-        f"it was killed, or the machine went down, while {state.state}"
-    )
-
-
-def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:
-    """Returns state and reason of a job that has not ended, as far as we know."""
-    seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
-    stop_asked = asked_at(run_dir, "stop")
-    if stop_asked is not None:
-        return JobState.STOPPING, f"asked to stop {max(0.0, time.time() - stop_asked):.0f} s ago; {seen}"
-    saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
-    if age_s is not None and not saving and age_s > _stalled_after_s(state):
-        return JobState.STALLED, f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s"
-    doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
-    return state.state, f"{doing}; {seen}"
-
-
-def _stalled_after_s(state: RunState) -> float:
-    if state.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING):
-        return STALLED_START_S
-    return max(STALLED_AFTER_S, STALLED_AFTER_STEPS * (state.step_time_s or 0.0))

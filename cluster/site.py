@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from cluster.record import ConfigError, Record, field_doc, html_table, suggestion
+from cluster.scheduler import Kubernetes, Slurm
 
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16")
@@ -98,9 +99,13 @@ class Site(Record):
     device: Device = field_doc("one of them")
     links: Links = field_doc("between them", default_factory=Links)
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)
+    slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)
+    kubernetes: Kubernetes | None = field_doc("how jobs are asked for and started under Kubernetes", default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.name.isprintable():
+            raise ConfigError(f"site.name: {self.name!r} is not allowed. Give one line of printable characters.")
         if self.devices_per_node < 1:
             raise ConfigError(f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number from 1.")
 
@@ -113,24 +118,13 @@ class Site(Record):
     def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
         """Returns a packaged site by name, or the site described by a `.toml` file.
 
+        A file with a line `base = "frontier"` gives only what differs from that site, such as the account.
         On a local site, the number of devices and their memory are this machine's, unless the file gives them.
 
         Raises:
             ConfigError: no such site or file, not TOML, or a key or value that is not allowed.
         """
-        import tomllib
-
-        name = os.fspath(name_or_path)
-        file = Path(name).expanduser() if name.endswith(".toml") else SITES / f"{name}.toml"
-        if not name.endswith(".toml") and name not in cls.names():
-            raise ConfigError(f"site: {name!r} is unknown. {suggestion(name, cls.names())} Or give a .toml file.")
-        try:
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            message = f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of {cls.names()}."
-            raise ConfigError(message) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
+        file, data = _read_toml(os.fspath(name_or_path))
         try:
             return cls.from_dict(_with_this_machine(data))
         except ConfigError as error:
@@ -145,6 +139,18 @@ class Site(Record):
         _check_dtype(dtype, "dtype")
         fact = self.device.peak_flops_per_s.get(dtype)
         return fact.value if fact else None
+
+    def profile(self, name: str) -> dict[str, str]:
+        """Returns a named set of environment variables of this site, for `JobSpec.environment`.
+
+        Raises:
+            ConfigError: the site's table of its scheduler has no such profile.
+        """
+        table = {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
+        profiles = table.profiles if table else {}
+        if name not in profiles:
+            raise ConfigError(f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}")
+        return dict(profiles[name])
 
     def with_measured_peak(self, dtype: str, value: float, source: str) -> Self:
         """Returns a copy whose peak for `dtype` is `value` FLOP/s per device, measured as `source` says.
@@ -181,3 +187,35 @@ def _with_this_machine(data: dict) -> dict:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = {"value": memory_bytes // cores, "source": f"this machine: {memory_bytes} bytes of memory / {cores} cores"}
     return {"devices_per_node": cores, **data, "device": {"memory_bytes": memory, **data["device"]}}
+
+
+def _read_toml(name: str) -> tuple[Path, dict]:
+    """Returns the file of a site and its content, laid over that of its base."""
+    import tomllib
+
+    file = Path(name).expanduser() if name.endswith(".toml") else SITES / f"{name}.toml"
+    if not name.endswith(".toml") and name not in Site.names():
+        raise ConfigError(f"site: {name!r} is unknown. {suggestion(name, Site.names())} Or give a .toml file.")
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        message = f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of {Site.names()}."
+        raise ConfigError(message) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
+    base = data.pop("base", None)
+    if base is None:
+        return file, data
+    if base not in Site.names() or base == name:
+        message = f"{file.name}: site.base: {base!r} is not another packaged site."
+        raise ConfigError(f"{message} {suggestion(str(base), Site.names())}")
+    return file, _laid_over(_read_toml(base)[1], data)
+
+
+def _laid_over(base: dict, data: dict) -> dict:
+    """Returns `base` with the keys of `data` in place of its own; tables are joined, all else is replaced."""
+    joined = {
+        key: _laid_over(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
+        for key, value in data.items()
+    }
+    return {**base, **joined}

@@ -5,9 +5,10 @@
     ranks/rank_00003.json     heartbeat of one rank
     control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
     logs/attempt_01_rank_00000.log
+    history.jsonl             one line per change of state, append only
 
-Every file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and ignore
-keys that a newer version may have added. A writer of an older attempt is refused: see `update_state`.
+Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and
+ignore keys that a newer version may have added. A writer of an older attempt is refused: see `update_state`.
 Standard library only.
 """
 
@@ -60,6 +61,21 @@ class JobState(enum.StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.LOST)
 
 
+GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
+"""States between two attempts: the older one may do no more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerJob(Record):
+    """The name under which a scheduler knows a job."""
+
+    scheduler: Literal["slurm", "kubernetes"] = field_doc("who started it")
+    id: str = field_doc("its number or name there")
+    config: str | None = field_doc(
+        "how to reach that scheduler: SLURM_CONF, or a context; none: as usual", default=None
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState(Record):
     """state.json: what the job last said about itself."""
@@ -70,7 +86,21 @@ class RunState(Record):
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
     process: Process | None = field_doc("answers for the job: its supervisor", default=None)
+    scheduler_job: SchedulerJob | None = field_doc("answers for the job where a scheduler runs it", default=None)
     reason: str = field_doc("one line for people", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """A line of history.jsonl: the job changed its state."""
+
+    time: float = field_doc("unix time")
+    attempt: int = field_doc("attempt it belongs to")
+    state: JobState = field_doc("the new state")
+    reason: str = field_doc("one line for people", default="")
+    step: int | None = field_doc("last finished optimizer step", default=None)
+    job_id: str | None = field_doc("the scheduler's number", default=None)
+    lost_node: str | None = field_doc("the node whose silence ended the attempt", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,26 +137,52 @@ def read_exit(run_dir: Path) -> ExitReport | None:
     return _read(ExitReport, run_dir / "exit.json")
 
 
-def update_state(run_dir: Path, *, attempt: int, **changes: Any) -> RunState:
+def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any) -> RunState:
     """Changes some fields of state.json and returns the new content; the first update of an attempt starts afresh.
 
     Args:
         run_dir: the run directory.
         attempt: the attempt that the caller belongs to (`KIT_ATTEMPT` in the environment of a rank).
+        lost_node: for the history: the node whose silence has brought the change about.
         changes: fields of `RunState`, for example `state`, `step`, `heartbeat`, `step_time_s`.
 
     Raises:
-        StaleAttemptError: a newer attempt owns the directory. The caller is a left-over and must end, writing nothing.
+        StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up and waits to be
+            followed by one. The caller is a left-over and must end, writing nothing.
         ConfigError: a field is unknown or has a value of the wrong type.
     """
     with locked(run_dir):
         _refuse_stale(run_dir, attempt)
-        state = read_state(run_dir)
-        if state is None or state.attempt < attempt:
-            state = RunState(state=JobState.RUNNING, attempt=attempt)
-        state = state.replace(**changes)
-        state.write(run_dir / "state.json")
-        return state
+        old = read_state(run_dir)
+        fresh = old is None or old.attempt < attempt
+        state = RunState(state=JobState.RUNNING, attempt=attempt) if old is None or fresh else old
+        new = state.replace(**changes)
+        if not fresh and state.state in GIVEN_UP and not (new.state in GIVEN_UP or new.state.is_final):
+            raise StaleAttemptError(f"{run_dir}: attempt {attempt} was given up: {state.reason}. End this process.")
+        new.write(run_dir / "state.json")
+        if old is None or fresh or new.state is not old.state:
+            record_event(run_dir, new, lost_node)
+        return new
+
+
+def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -> None:
+    """Appends a line to history.jsonl: what the job does now."""
+    event = Event(
+        time=time.time(), attempt=state.attempt, state=state.state, reason=state.reason, step=state.step,
+        job_id=state.scheduler_job.id if state.scheduler_job else None, lost_node=lost_node,
+    )  # fmt: skip
+    line = json.dumps(event.to_dict()) + "\n"
+    with open(run_dir / "history.jsonl", "ab") as stream:  # one write, so that lines of two writers never mix
+        stream.write(line.encode())
+
+
+def read_history(run_dir: Path) -> list[Event]:
+    """Returns all changes of state, oldest first; a torn line is left out."""
+    try:
+        lines = (run_dir / "history.jsonl").read_bytes().splitlines()
+    except OSError:
+        return []
+    return [event for event in (_parse(Event, line) for line in lines) if event]
 
 
 def write_exit(run_dir: Path, report: ExitReport) -> None:
@@ -220,9 +276,16 @@ def _refuse_stale(run_dir: Path, attempt: int) -> None:
 
 
 def _read(record: type[RecordType], file: Path) -> RecordType | None:
+    try:
+        return _parse(record, file.read_bytes())
+    except OSError:
+        return None
+
+
+def _parse(record: type[RecordType], text: bytes) -> RecordType | None:
     known = {field.name for field in dataclasses.fields(record)}
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(text)
         return record.from_dict({key: value for key, value in data.items() if key in known})
-    except (OSError, ValueError, AttributeError, RecursionError):  # missing; torn or wrong; not a table; not ours
+    except (ValueError, AttributeError, RecursionError):  # torn or wrong; not a table; not ours
         return None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import cluster
 from cluster.job import JobSpec
+from cluster.render import nodes_for
 from cluster.site import Site
 from kit.errors import ConfigError, DataError, RunError
 from kit.plan import Plan
@@ -13,8 +14,16 @@ from kit.run import Run
 from kit.spec import ModelSpec
 
 
-def launch(directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site | str = "laptop") -> Run:
-    """Returns a run whose job has started; it goes on when this process ends.
+def launch(
+    directory: str | Path,
+    *,
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    site: Site | str = "laptop",
+    time_limit_s: float | None = None,
+) -> Run:
+    """Returns a run whose job has started, or waits in its site's queue; it goes on when this process ends.
 
     Args:
         directory: new run directory, or one of the same model and recipe, which continues from its last checkpoint.
@@ -22,6 +31,7 @@ def launch(directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe
         plan: its layout; a resumed run may have another than before.
         recipe: what to optimise, on which data.
         site: where to run, by name or as a record.
+        time_limit_s: of one job; a longer run comes back until it is done. Default: as long as the site gives.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError: what does not fit; nothing was started.
@@ -37,10 +47,12 @@ def launch(directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe
         run.checkpoints.manifest(newest)
         if newest >= recipe.num_steps:
             raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
-    return submit(run)
+    return submit(run, time_limit_s)
 
 
-def resume(directory: str | Path, *, plan: Plan | None = None, num_steps: int | None = None) -> Run:
+def resume(
+    directory: str | Path, *, plan: Plan | None = None, num_steps: int | None = None, time_limit_s: float | None = None
+) -> Run:
     """Returns the run in `directory`, started again from its last checkpoint, on its own plan or another.
 
     Raises:
@@ -48,23 +60,33 @@ def resume(directory: str | Path, *, plan: Plan | None = None, num_steps: int | 
     """
     run = Run.open(directory)
     recipe = run.recipe if num_steps is None else run.recipe.replace(num_steps=num_steps)
-    return launch(run.directory, spec=run.spec, plan=plan or run.plan, recipe=recipe, site=run.site)
+    return launch(
+        run.directory, spec=run.spec, plan=plan or run.plan, recipe=recipe, site=run.site, time_limit_s=time_limit_s
+    )
 
 
-def submit(run: Run) -> Run:
+def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """Starts the job of a prepared run on its site and returns the run."""
-    if run.site.scheduler != "local":
-        raise ConfigError(
-            f"site.scheduler: {run.site.scheduler!r} cannot be submitted from here yet. Use a local site: 'laptop'."
-        )
-    job = JobSpec(
+    job = job_spec(run, time_limit_s)
+    if run.site.scheduler == "slurm":
+        cluster.slurm.submit(job, run.site)
+    elif run.site.scheduler == "kubernetes":
+        cluster.kubernetes.submit(job, run.site)
+    else:
+        cluster.local.submit(job)
+    return run
+
+
+def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
+    """Returns the job that trains a run on its site: one process per device of its plan."""
+    return JobSpec(
         name=run.name,
         run_dir=str(run.directory),
         argv=(sys.executable, "-m", "kit.train", "--run", str(run.directory)),
         num_processes=run.plan.num_devices,
+        num_nodes=1 if run.site.scheduler == "local" else nodes_for(run.plan.num_devices, run.site),
+        time_limit_s=time_limit_s,
     )
-    cluster.local.submit(job)
-    return run
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:

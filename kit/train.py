@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -56,6 +57,7 @@ class Trainer:
             self._resume(resume_from)
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.last_beat = 0.0
+        self.is_stopped = False
 
     def _resume(self, step: int) -> None:
         self.engine.restore_optimizer(step)
@@ -82,6 +84,7 @@ class Trainer:
                 self._checkpoint()
             if stop and not last:
                 self.writer.finish()
+                self.is_stopped = True
                 return f"stopped by request after step {self.step}; resume continues from there"
         self.writer.finish()
         return f"finished {self.step} steps"
@@ -169,23 +172,43 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = Run.open(directory)
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-        device = _start_process_group()
+        device = start_process_group()
         if dist.get_rank() == 0:
             _record_attempt(run, attempt)
-        reason = Trainer(run, attempt=attempt, device=device).train()
+        _check_nodes(run, device)
+        trainer = Trainer(run, attempt=attempt, device=device)
+        reason = trainer.train()
         if dist.get_rank() == 0:
-            update_state(run.directory, attempt=attempt, reason=reason)
+            state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
+            update_state(run.directory, attempt=attempt, state=state, reason=reason)
             print(reason, flush=True)
         dist.barrier()
         dist.destroy_process_group()
         return 0
     except (ConfigError, DataError, RunError, JobError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        # Hard exit: leaving collectively would wait for ranks that have not failed.
-        os._exit(1)
+        code = os.EX_CONFIG  # tells the supervisor that another try would end the same way
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # Hard exit: leaving collectively would wait for ranks that have not failed.
+    os._exit(code)
 
 
-def _start_process_group() -> torch.device:
+def _check_nodes(run: Run, device: torch.device) -> None:
+    """Names slow nodes, where there are several, and leaves what was measured in the run directory."""
+    ranks = dist.get_world_size()
+    if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
+        return
+    from kit.bench.node_check import check_nodes, record_nodes
+
+    report = check_nodes(device, run.plan.precision)
+    if dist.get_rank() == 0:
+        record_nodes(report, run.directory, run.site)
+
+
+def start_process_group() -> torch.device:
+    """Joins this rank's process group (gloo, or gloo and NCCL) and returns the device it computes on."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():

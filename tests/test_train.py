@@ -215,5 +215,5 @@ def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tin
     run = Run.create(tmp_path / "count", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
     command = [sys.executable, "-m", "kit.train", "--run", str(run.directory)]
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"})
-    assert ended.returncode == 1
+    assert ended.returncode == os.EX_CONFIG
     assert "= 2 processes, but 3 were started. Start 2" in ended.stderr

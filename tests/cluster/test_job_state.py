@@ -11,18 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from cluster.job import Job, JobSpec, claim_attempt, read_status
+from cluster import poll
+from cluster.beat import Line, Switchboard
+from cluster.job import Job, JobSpec, claim_attempt, hand_over, read_status, take_over
+from cluster.poll import Look, Poller
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.state import (
     ExitReport,
     JobError,
     JobState,
+    SchedulerJob,
     StaleAttemptError,
     ask,
     asked_at,
     last_attempt,
     read_exit,
+    read_history,
     read_rank_heartbeats,
     read_state,
     take_request,
@@ -282,3 +287,131 @@ def test_job_round_trips_and_its_directories_become_absolute(tmp_path, monkeypat
     job = JobSpec(name="a", run_dir="runs/ä b", argv=("x", "a\nb"), num_processes=1, environment={"A": "'\"\n"})
     assert job.run_dir == str(tmp_path / "runs/ä b") and job.working_directory == str(tmp_path)
     assert JobSpec.from_json(job.to_json()) == job
+
+
+# Jobs of a scheduler --------------------------------------------------------------------------------------------------
+
+JOB = SchedulerJob(scheduler="slurm", id="7")
+
+
+def scheduler_says(monkeypatch, state, reason="so it says", **fields):
+    """Replaces the scheduler by one that always gives this answer."""
+    look = Look(state=state, reason=reason, **fields)
+    monkeypatch.setattr(poll, "POLLER", Poller(lambda jobs: {job.id: look for job in jobs}))
+
+
+def submitted(run_dir):
+    attempt = claim_attempt(run_dir)
+    hand_over(run_dir, attempt, JOB)
+    return attempt
+
+
+def test_attempts_of_a_scheduled_job(tmp_path, monkeypatch):
+    scheduler_says(monkeypatch, JobState.RUNNING)
+    assert submitted(tmp_path) == 1
+    elsewhere = JOB.replace(config="/run/slurm.conf")  # as a node may see it
+    assert take_over(tmp_path, elsewhere) == 1, "the job starts the attempt that was queued for it"
+    state = read_state(tmp_path)
+    assert state is not None and state.scheduler_job == JOB and state.process == Process.current()
+    assert take_over(tmp_path, elsewhere) == 2, "and comes back as the next one"
+    with pytest.raises(JobError, match="belongs to job 7 now, this is job 8"):
+        take_over(tmp_path, SchedulerJob(scheduler="slurm", id="8"))
+    with pytest.raises(JobError, match="in use"):
+        claim_attempt(tmp_path)
+    assert [(event.attempt, event.state) for event in read_history(tmp_path)] == [
+        (1, "queued"),
+        (1, "starting"),
+        (2, "starting"),
+    ]
+
+
+def test_job_that_starts_before_it_is_handed_over_keeps_its_word(tmp_path):
+    attempt = claim_attempt(tmp_path)
+    assert take_over(tmp_path, JOB) == attempt
+    update_state(tmp_path, attempt=attempt, state="running", step=3, heartbeat=time.time())
+    before = read_state(tmp_path)
+    hand_over(tmp_path, attempt, JOB)
+    assert read_state(tmp_path) == before
+
+
+def test_left_over_of_an_attempt_that_was_given_up_is_fenced_off(tmp_path):
+    running(tmp_path)
+    update_state(tmp_path, attempt=1, state="requeued", reason="node3 fell silent", lost_node="node3")
+    with pytest.raises(StaleAttemptError, match="given up: node3 fell silent"):
+        running(tmp_path)
+    update_state(tmp_path, attempt=1, state="failed")
+    assert [event.lost_node for event in read_history(tmp_path)] == [None, "node3", None]
+
+
+@pytest.mark.parametrize(
+    ("said", "written", "expected"),
+    [
+        ("queued", "queued", "queued"),
+        ("configuring", "queued", "configuring"),
+        ("running", "queued", "starting"),
+        ("running", "running", "running"),
+        ("queued", "running", "requeued"),
+        ("queued", "preempted", "requeued"),
+        ("stopping", "preempted", "preempted"),
+        ("stopping", "running", "stopping"),
+        (None, "running", "running"),
+        ("failed", "running", "failed"),
+        ("done", "queued", "done"),
+        ("lost", "queued", "lost"),
+    ],
+)
+def test_status_of_a_scheduled_job(tmp_path, monkeypatch, said, written, expected):
+    submitted(tmp_path)
+    update_state(tmp_path, attempt=1, state=written, heartbeat=time.time() - 5)
+    scheduler_says(monkeypatch, JobState(said) if said else None)
+    status = read_status(tmp_path)
+    assert status.state == expected and status.reason
+    assert ("so it says" in status.reason) is not (said == written == "running")
+
+
+def test_what_the_files_say_later_than_the_scheduler_counts(tmp_path, monkeypatch):
+    submitted(tmp_path)
+    scheduler_says(monkeypatch, JobState.QUEUED, time=time.time() - 5)
+    update_state(tmp_path, attempt=1, state="running", heartbeat=time.time(), step=1)
+    assert read_status(tmp_path).state is JobState.RUNNING
+
+
+def test_job_forgotten_by_a_crashed_controller_but_alive_is_not_lost(tmp_path, monkeypatch):
+    submitted(tmp_path)
+    scheduler_says(monkeypatch, JobState.LOST)
+    running(tmp_path)
+    assert read_status(tmp_path).state is JobState.RUNNING
+    running(tmp_path, heartbeat=time.time() - 100)
+    assert read_status(tmp_path).state is JobState.LOST
+
+
+def test_history_is_complete_without_a_torn_line(tmp_path):
+    running(tmp_path)
+    write_exit(tmp_path, ended(attempt=1))
+    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    with (tmp_path / "history.jsonl").open("a") as stream:
+        stream.write('{"time": 1, "att')
+    assert [event.state for event in Job.attach(tmp_path).history] == ["running", "done"]
+
+
+def test_beats_are_answered_and_strangers_are_not(monkeypatch):
+    board = Switchboard("127.0.0.1")
+    monkeypatch.setenv("KIT_SUPERVISOR", board.address)
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    line = Line()
+    line.send()
+    line.send(event="failed", rank=3, code=1)
+    stranger = Line()
+    stranger.token = "wrong"
+    stranger.send(event="failed", rank=4, code=1)
+    line.socket.send(b"\xff not json")
+    time.sleep(0.05)
+    assert [report["rank"] for report in board.receive()] == [3]
+    assert set(board.heard) == {"node2"} and board.silent() == []
+    line.receive()
+    stranger.receive()
+    assert line.order == "end" and stranger.alone_s == 0.0 and stranger.order == "ok"
+    board.heard["node2"] -= 31
+    assert board.silent() == ["node2"]
+    for end in (board, line.socket, stranger.socket):
+        end.close()

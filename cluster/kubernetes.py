@@ -1,0 +1,323 @@
+"""Sends jobs to Kubernetes through the official client and asks about them.
+
+    python -m cluster.kubernetes begin RUN_DIR ATTEMPT NAMESPACE JOB    in the first pod: this attempt starts now
+    python -m cluster.kubernetes end RUN_DIR ATTEMPT                    in the first pod: it has ended well
+
+What is sent comes from `cluster.manifest`. The client (pip install kubernetes) is imported where it is used; without it
+the text can still be shown, and applied by hand. Standard library otherwise.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cluster.job import Job, JobSpec, claim_attempt, hand_over
+from cluster.manifest import INSTANCE, JOB_SET_API, MANAGED_BY, STOPPED_CODE, kubernetes_table, manifest_text, manifests
+from cluster.poll import POLLER, Look
+from cluster.record import write_atomic
+from cluster.site import Site
+from cluster.state import ExitReport, JobError, JobState, SchedulerJob, read_state, update_state, write_exit
+
+SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+TIMEOUT_S = 20.0
+GONE_WAIT_S = 900.0
+HOPELESS = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+)
+
+
+def submit(job: JobSpec, site: Site) -> Job:
+    """Sends a job to the cluster of the current context and returns its handle.
+
+    The run directory gets `job.json`, `site.json` and `submit.yaml`, which is what was sent.
+
+    Raises:
+        ConfigError: the job cannot run on this site; nothing was written.
+        JobError: a job is live in this run directory, the client is missing, or the cluster refuses, with its words.
+    """
+    from cluster.render import check, check_submittable
+
+    check(job, site)
+    check_submittable(site)
+    manifests(job, site)
+    namespace, cluster = kubernetes_table(site).namespace, Cluster()
+    run_dir = Path(job.run_dir)
+    attempt = claim_attempt(run_dir)
+    try:
+        (run_dir / "logs").mkdir(exist_ok=True)
+        job.write(run_dir / "job.json")
+        site.write(run_dir / "site.json")
+        write_atomic(run_dir / "submit.yaml", manifest_text(job, site, attempt))
+        name = cluster.create(manifests(job, site, attempt), namespace)
+    except (JobError, OSError) as error:
+        report = ExitReport(attempt=attempt, rc=1, reason=str(error), host=socket.gethostname(), time=time.time())
+        write_exit(run_dir, report)
+        update_state(run_dir, attempt=attempt, state=JobState.FAILED, reason=str(error))
+        raise
+    hand_over(run_dir, attempt, SchedulerJob(scheduler="kubernetes", id=name, config=f"{cluster.context}/{namespace}"))
+    return Job.attach(run_dir)
+
+
+def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
+    """Returns what the cluster says about jobs of one context and namespace, by job id; three questions for all.
+
+    Raises:
+        JobError: the cluster does not answer.
+    """
+    context, namespace = _place(jobs[0])
+    cluster = Cluster(context)
+    pods: dict[str, list[dict]] = {}
+    for pod in cluster.list_pods(namespace):
+        pods.setdefault(pod["metadata"]["labels"].get(INSTANCE, ""), []).append(pod)
+    found: dict[str, dict] = {}
+    for kind in {job.id.split("/")[0] for job in jobs}:
+        found |= {f"{kind}/{item['metadata']['name']}": item for item in cluster.list_jobs(kind, namespace)}
+    return {job.id: judge(found.get(job.id), pods.get(job.id.split("/")[1], [])) for job in jobs}
+
+
+def cancel(job: SchedulerJob) -> None:
+    """Deletes a job with its pods, which are told to end first.
+
+    Raises:
+        JobError: the cluster refuses or does not answer.
+    """
+    context, namespace = _place(job)
+    Cluster(context).delete(job.id, namespace)
+
+
+def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
+    """Starts the next attempt; the pods of a running one are ended first, and saw the request to stop.
+
+    Raises:
+        JobError: the cluster refuses or does not answer, or the pods do not end.
+    """
+    cancel(scheduler_job)
+    deadline = time.monotonic() + GONE_WAIT_S
+    context, namespace = _place(scheduler_job)
+    cluster, name = Cluster(context), scheduler_job.id.split("/")[1]
+    while any(pod["metadata"]["labels"].get(INSTANCE) == name for pod in cluster.list_pods(namespace)):
+        if time.monotonic() > deadline:
+            raise JobError(f"pods of {name} are still there after {GONE_WAIT_S:.0f} s. Look with kubectl get pods.")
+        time.sleep(1.0)
+    POLLER.forget(scheduler_job)
+    submit(job.spec, Site.read(job.run_dir / "site.json"))
+
+
+def judge(item: dict | None, pods: list[dict]) -> Look:
+    """Returns what a Job or JobSet and its pods, as the API gives them, mean in our words."""
+    if item is None:
+        return Look(state=JobState.LOST, reason="Kubernetes no longer has this job, and it left no exit.json")
+    status, spec = item.get("status") or {}, item["spec"]
+    conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
+    nodes = ",".join(sorted({pod["spec"].get("nodeName") or "" for pod in pods} - {""}))
+    if "Complete" in conditions or "Completed" in conditions:
+        return Look(state=JobState.DONE, reason="Kubernetes: complete", native="Complete", nodes=nodes, exit_code=0)
+    if "Failed" in conditions:
+        return _failure(conditions["Failed"], pods, nodes)
+    if item["metadata"].get("deletionTimestamp"):
+        return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted", native="Deleting", nodes=nodes)
+    restarts = f" (restart {status['restarts']})" if status.get("restarts") else ""
+    if spec.get("suspend"):
+        return Look(state=JobState.QUEUED, reason="waits to be admitted by its queue", native="Suspended")
+    waiting = [found for pod in pods if (found := _waits(pod))]
+    if waiting:
+        state, reason = max(waiting, key=lambda found: found[0] is JobState.QUEUED)
+        return Look(state=state, reason=f"{reason} ({len(waiting)} of {len(pods)} pods){restarts}", nodes=nodes)
+    if not pods:
+        return Look(state=JobState.QUEUED, reason=f"no pods yet{restarts}", native="Pending")
+    return Look(state=JobState.RUNNING, reason=f"{len(pods)} pods run{restarts}", native="Running", nodes=nodes)
+
+
+def _waits(pod: dict) -> tuple[JobState, str] | None:
+    """Returns why a pod does not run yet, or None if it runs or has run."""
+    status = pod.get("status") or {}
+    if status.get("phase") != "Pending":
+        return None
+    for condition in status.get("conditions") or []:
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return JobState.QUEUED, f"waits: {condition.get('message') or condition.get('reason') or 'not scheduled'}"
+    for container in status.get("containerStatuses") or []:
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") in HOPELESS:
+            text = f"{waiting['reason']}: {waiting.get('message') or 'see kubectl describe pod'}"
+            return JobState.CONFIGURING, f"will not start: {text}. Cancel it, correct site.kubernetes, submit again"
+    if any(c["type"] == "PodScheduled" for c in status.get("conditions") or []):
+        return JobState.CONFIGURING, "pods are being set up"
+    return JobState.QUEUED, "waits to be scheduled"
+
+
+def _failure(condition: dict, pods: list[dict], nodes: str) -> Look:
+    """Returns the end of a failed job, told by the pod that failed first rather than by those that it took along."""
+    ended = []
+    for pod in pods:
+        for container in (pod.get("status") or {}).get("containerStatuses") or []:
+            terminated = (container.get("state") or {}).get("terminated") or {}
+            if terminated.get("exitCode"):
+                ended.append((terminated.get("finishedAt") or "", pod["metadata"]["name"], terminated))
+    reason = f"Kubernetes: {condition.get('reason') or 'Failed'}: {condition.get('message') or ''}".rstrip(": ")
+    if not ended:
+        return Look(state=JobState.FAILED, reason=reason, native="Failed", nodes=nodes, exit_code=1)
+    _, name, first = min(ended, key=lambda end: end[:2])
+    code = first["exitCode"]
+    if code == STOPPED_CODE:
+        reason = f"a pod was told to end, so all saved and stopped; .requeue() goes on from there ({reason})"
+    else:
+        why = f" ({first['reason']})" if first.get("reason") not in (None, "Error") else ""
+        reason = f"pod {name} ended first, with code {code}{why}; {reason}"
+    return Look(state=JobState.FAILED, reason=reason, native="Failed", nodes=nodes, exit_code=code)
+
+
+def _place(job: SchedulerJob) -> tuple[str | None, str]:
+    context, _, namespace = (job.config or "/default").rpartition("/")
+    return context or None, namespace
+
+
+class Cluster:
+    """One cluster, spoken to through the official client; answers are plain dicts, as in the REST API."""
+
+    def __init__(self, context: str | None = None) -> None:
+        try:
+            self.client, config = import_module("kubernetes.client"), import_module("kubernetes.config")
+        except ImportError as error:
+            raise JobError(
+                "Kubernetes needs its official client, which is not installed. Run: pip install kubernetes. "
+                "Or apply the text of cluster.render.render(job, site) with kubectl."
+            ) from error
+        self.context = context or ""
+        try:
+            if "KUBERNETES_SERVICE_HOST" in os.environ and not context and not os.environ.get("KUBECONFIG"):
+                inside = self.client.Configuration()
+                config.load_incluster_config(client_configuration=inside)
+                api = self.client.ApiClient(inside)
+            else:
+                self.context = context or config.list_kube_config_contexts()[1]["name"]
+                api = config.new_client_from_config(context=self.context)
+        except config.ConfigException as error:
+            raise JobError(f"no Kubernetes cluster is configured here: {error}. Set KUBECONFIG.") from error
+        self.batch, self.core = self.client.BatchV1Api(api), self.client.CoreV1Api(api)
+        self.custom = self.client.CustomObjectsApi(api)
+
+    def create(self, items: list[dict], namespace: str) -> str:
+        """Creates a Job or JobSet and what belongs to it, which goes when it goes; returns its id."""
+        first, *others = items
+        created = self._create(first, namespace)
+        metadata = created["metadata"]
+        owner = {key: first[key] for key in ("apiVersion", "kind")} | {"name": metadata["name"], "uid": metadata["uid"]}
+        job_id = f"{first['kind'].lower()}/{metadata['name']}"
+        try:
+            for item in others:
+                self._create({**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}, namespace)
+        except JobError:
+            self.delete(job_id, namespace)
+            raise
+        return job_id
+
+    def _create(self, item: dict, namespace: str) -> dict:
+        if item["kind"] == "JobSet":
+            create = self.custom.create_namespaced_custom_object
+            return self._ask(create, *_job_set(namespace), item, field_validation="Strict")
+        create = {
+            "Job": self.batch.create_namespaced_job,
+            "Service": self.core.create_namespaced_service,
+            "ConfigMap": self.core.create_namespaced_config_map,
+        }[item["kind"]]
+        return self._ask(create, namespace, item, field_validation="Strict")
+
+    def list_pods(self, namespace: str) -> list[dict]:
+        """Returns the pods of all jobs made here."""
+        return self._ask(self.core.list_namespaced_pod, namespace, label_selector=SELECTOR)["items"]
+
+    def list_jobs(self, kind: str, namespace: str) -> list[dict]:
+        """Returns all jobs made here, of kind job or jobset."""
+        if kind == "jobset":
+            listing = self.custom.list_namespaced_custom_object
+            return self._ask(listing, *_job_set(namespace), label_selector=SELECTOR)["items"]
+        return self._ask(self.batch.list_namespaced_job, namespace, label_selector=SELECTOR)["items"]
+
+    def delete(self, job_id: str, namespace: str) -> None:
+        """Deletes a job and what belongs to it; one that is gone already is fine."""
+        kind, name = job_id.split("/")
+        try:
+            if kind == "jobset":
+                delete = self.custom.delete_namespaced_custom_object
+                self._ask(delete, *_job_set(namespace), name, propagation_policy="Background")
+            else:
+                delete = self.batch.delete_namespaced_job
+                self._ask(delete, name, namespace, propagation_policy="Background")
+        except JobError as error:
+            if "(404)" not in str(error):
+                raise
+
+    def _ask(self, method: Any, *arguments: Any, **options: Any) -> dict:
+        """Returns the answer as plain dicts.
+
+        Raises:
+            JobError: the manifest is not valid, or the cluster refuses or cannot be reached; with its own words.
+        """
+        try:
+            # Not preloaded: the client's models refuse fields that a newer cluster answers with.
+            answer = method(*arguments, _request_timeout=TIMEOUT_S, _preload_content=False, **options)
+            return json.loads(answer.data)
+        except self.client.ApiException as error:
+            raise JobError(f"Kubernetes refuses ({error.status}): {_message(error)}") from error
+        except Exception as error:  # connection and validation errors of several packages
+            raise JobError(f"Kubernetes cannot be asked: {' '.join(str(error).split())[:500]}") from error
+
+
+def _job_set(namespace: str) -> tuple[str, str, str, str]:
+    group, version = JOB_SET_API.split("/")
+    return group, version, namespace, "jobsets"
+
+
+def _message(error: Any) -> str:
+    try:
+        return str(json.loads(error.body)["message"])
+    except (ValueError, KeyError, TypeError):
+        return str(error.reason)
+
+
+def begin(run_dir: Path, attempt: int, namespace: str, job_id: str) -> None:
+    """Notes in the run directory that an attempt starts; refused when a newer one owns it."""
+    state = read_state(run_dir)
+    known = state.scheduler_job if state else None  # with the context, which only whoever submits can know
+    here = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
+    job = known if known and known.id == job_id else here
+    reason = "pods run, no step yet"
+    update_state(
+        run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time(), scheduler_job=job
+    )
+
+
+def main(words: list[str]) -> int:
+    """Returns 0 when the run directory has taken the note."""
+    try:
+        match words:
+            case ["begin", run_dir, attempt, namespace, job_id]:
+                begin(Path(run_dir), int(attempt), namespace, job_id)
+            case ["end", run_dir, attempt]:
+                report = ExitReport(
+                    attempt=int(attempt), rc=0, reason="all ranks of the first pod ended with code 0",
+                    host=socket.gethostname(), time=time.time(),
+                )  # fmt: skip
+                write_exit(Path(run_dir), report)
+                update_state(Path(run_dir), attempt=int(attempt), state=JobState.DONE, reason=report.reason)
+            case _:
+                print(__doc__, file=sys.stderr)
+                return 2
+    except (JobError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""One polite question to a scheduler for all jobs that this process looks at.
+
+However many runs a notebook shows and however often, the scheduler is asked at most once in `interval_s`, for all of
+them together, in the background; in between everyone gets the last answer. Standard library only.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from cluster.record import Record, field_doc
+from cluster.state import JobState, SchedulerJob
+
+INTERVAL_S = 10.0
+INTEREST_S = 600.0
+ANSWER_WAIT_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look(Record):
+    """What a scheduler says about a job."""
+
+    state: JobState | None = field_doc("in our words; none: it could not be asked")
+    reason: str = field_doc("one line for people")
+    native: str = field_doc("the scheduler's own word for the state", default="")
+    nodes: str = field_doc("where it runs or ran", default="")
+    exit_code: int | None = field_doc("of a job that has ended; 128 + n for signal n", default=None)
+    time: float = field_doc("unix time of the answer", default_factory=time.time)
+
+
+class Poller:
+    """Asks schedulers about many jobs, seldom."""
+
+    def __init__(self, ask: Callable[[list[SchedulerJob]], dict[str, Look]] | None = None) -> None:
+        """`ask` replaces the schedulers' own `look` functions; it takes jobs of one scheduler."""
+        self.interval_s = INTERVAL_S
+        self._ask = ask
+        self._jobs: dict[tuple, tuple[SchedulerJob, float]] = {}
+        self._looks: dict[tuple, Look] = {}
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def look(self, job: SchedulerJob) -> Look:
+        """Returns the last answer about a job; waits only for the first one, or for one that is long out of date."""
+        key = _key(job)
+        with self._lock:
+            self._jobs[key] = (job, time.time())
+            last = self._looks.get(key)
+            age_s = time.time() - last.time if last else float("inf")
+            ended = last is not None and last.state is not None and last.state.is_final
+            if last and (age_s < self.interval_s or (ended and age_s < 10 * self.interval_s)):
+                return last
+            if self._asking is None or not self._asking.is_alive():
+                self._asking = threading.Thread(target=self._refresh, name="scheduler-poll", daemon=True)
+                self._asking.start()
+            asking = self._asking
+        if last and age_s < 3 * self.interval_s:
+            return last
+        asking.join(ANSWER_WAIT_S)
+        return self._looks.get(key) or Look(state=None, reason=f"{job.scheduler} has not answered yet")
+
+    def forget(self, job: SchedulerJob) -> None:
+        """Drops what is known of a job, because it was just changed: the next look asks again."""
+        with self._lock:
+            self._looks.pop(_key(job), None)
+
+    def _refresh(self) -> None:
+        now = time.time()
+        with self._lock:
+            self._jobs = {key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S}
+            jobs = [job for job, _ in self._jobs.values()]
+        for scheduler, config in sorted({(job.scheduler, job.config) for job in jobs}, key=str):
+            asked = [job for job in jobs if (job.scheduler, job.config) == (scheduler, config)]
+            try:
+                answers = self._ask(asked) if self._ask else backend(asked[0]).look(asked)
+            except Exception as error:  # whatever went wrong, the run directory still tells most of it
+                answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in asked}
+            with self._lock:
+                self._looks.update({_key(job): answers[job.id] for job in asked if job.id in answers})
+
+
+POLLER = Poller()
+"""The one of this process."""
+
+
+def backend(job: SchedulerJob) -> Any:
+    """Returns the module that speaks with a job's scheduler: `submit`, `look`, `cancel` and `requeue`."""
+    return import_module(f"cluster.{job.scheduler}")
+
+
+def _key(job: SchedulerJob) -> tuple:
+    return job.scheduler, job.config, job.id

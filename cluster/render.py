@@ -1,0 +1,182 @@
+"""render: what starts a job on a site, as text: shown to the user, kept in the run directory, submitted as it stands.
+
+    render(job, site)                  the text
+    check(job, site)                   refuses a job that the site cannot hold
+    check_submittable(site)            refuses a site file in which the user's own values are missing
+    warnings(job, site, expected_s)    what is allowed but worth a second look
+    nodes_for(num_processes, site)     how many nodes a plan fills
+
+Everything that a user or a job can name reaches a script quoted, so that no name, path or value can run as a command.
+Standard library only.
+"""
+
+import math
+
+from cluster.job import JobSpec
+from cluster.record import ConfigError
+from cluster.scheduler import EDIT, Slurm, check_environment
+from cluster.site import Site
+
+
+def render(job: JobSpec, site: Site) -> str:
+    """Returns the text that starts `job` on `site`: a shell script, or manifests under Kubernetes.
+
+    Raises:
+        ConfigError: the job does not fit the site, or holds what no script should, such as a secret.
+    """
+    return scripts(job, site)[main_script(site)]
+
+
+def main_script(site: Site) -> str:
+    """Returns the name of the file in the run directory that starts the job."""
+    return "submit.yaml" if site.scheduler == "kubernetes" else "submit.sh"
+
+
+def scripts(job: JobSpec, site: Site) -> dict[str, str]:
+    """Returns all texts of a job by file name, in order of submission; each waits for the success of the one before.
+
+    Most sites have one. A site that compiles ahead has `compile.sh` (or `.yaml`) before it.
+
+    Raises:
+        As `render`.
+    """
+    check(job, site)
+    if site.scheduler == "local":
+        from cluster.local_supervisor import render_script
+
+        return {"submit.sh": render_script(job)}
+    if site.scheduler == "kubernetes":
+        from cluster.manifest import manifest_text
+
+        return {"submit.yaml": manifest_text(job, site)}
+    from cluster.slurm_script import slurm_scripts
+
+    return slurm_scripts(job, site, slurm_table(site), warnings=warnings(job, site))
+
+
+def check(job: JobSpec, site: Site) -> None:
+    """Returns nothing if the site can hold the job.
+
+    Raises:
+        ConfigError: too many ranks a node, more nodes than the site gives, or a variable that no script may hold.
+    """
+    check_environment(job.environment, "job.environment")
+    if site.scheduler == "local":
+        return  # a laptop may run more ranks than it has cores
+    per_node = job.num_processes // job.num_nodes
+    if per_node > site.devices_per_node:
+        raise ConfigError(
+            f"job.num_nodes: {job.num_processes} ranks on {job.num_nodes} nodes are {per_node} a node, but a node of "
+            f"{site.name} has {site.devices_per_node} devices. Use num_nodes={nodes_for(job.num_processes, site)}."
+        )
+    if site.scheduler == "slurm":
+        if "%" in job.run_dir or "\\" in job.run_dir:  # seen: the job ends as FAILED 0:53 without a log
+            raise ConfigError(
+                f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the path of its log. "
+                f"Use a run directory without them."
+            )
+        largest = slurm_table(site).largest_job
+        if largest is not None and job.num_nodes > largest:
+            raise ConfigError(
+                f"job.num_nodes: {job.num_nodes} is more than the {largest} nodes that {site.name} gives one job. "
+                f"Use a plan of at most {largest * site.devices_per_node} devices, or correct site.slurm.max_nodes."
+            )
+
+
+def nodes_for(num_processes: int, site: Site) -> int:
+    """Returns how many nodes of the site give so many ranks one device each.
+
+    Raises:
+        ConfigError: the last node would be partly used, which no launcher can spread evenly.
+    """
+    devices = site.devices_per_node
+    nodes, rest = divmod(num_processes, devices)
+    if nodes and rest:
+        raise ConfigError(
+            f"plan: {num_processes} devices do not fill whole nodes of {site.name}, which have {devices}. "
+            f"Use {nodes * devices} ({nodes} nodes) or {(nodes + 1) * devices} ({nodes + 1} nodes)."
+        )
+    return max(1, nodes)
+
+
+def check_submittable(site: Site) -> None:
+    """Returns nothing if nothing is left in the site file that only the user can fill in.
+
+    Raises:
+        ConfigError: names every field that still says EDIT.
+    """
+    unused = {"slurm", "kubernetes"} - {site.scheduler}
+    values = {key: value for key, value in site.to_dict().items() if key not in unused}
+    fields = [f"site.{place}" for place, value in _places(values) if value == EDIT]
+    if fields:
+        raise ConfigError(
+            f"{', '.join(fields)}: still {EDIT!r}. Write a file my-{site.name}.toml with a line "
+            f'base = "{site.name}" and your own values, and use its path as the site.'
+        )
+
+
+def warnings(job: JobSpec, site: Site, expected_s: float | None = None) -> list[str]:
+    """Returns what is allowed but worth a second look, one line each.
+
+    Args:
+        job: the job.
+        site: where it will run.
+        expected_s: how long the whole run is estimated to take, if known.
+    """
+    devices = job.num_nodes * site.devices_per_node
+    found = []
+    if site.scheduler != "local" and job.num_processes < devices:
+        found.append(f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle.")
+    if site.scheduler == "slurm":
+        found += _time_warnings(job, slurm_table(site), site.name, expected_s)
+    return found
+
+
+def slurm_table(site: Site) -> Slurm:
+    """Returns the `[slurm]` table of a site.
+
+    Raises:
+        ConfigError: it has none; the packaged file serves estimates only.
+    """
+    if site.slurm is None:
+        raise ConfigError(
+            f"site.slurm: {site.name!r} has no [slurm] table, so no job can be written for it. Write a .toml file "
+            f'with base = "{site.name}" and such a table; generic-gpu-slurm.toml shows one.'
+        )
+    return site.slurm
+
+
+def _time_warnings(job: JobSpec, slurm: Slurm, name: str, expected_s: float | None) -> list[str]:
+    found = []
+    allowed_s = slurm.max_seconds(job.num_nodes)
+    if allowed_s and job.time_limit_s and job.time_limit_s > allowed_s:
+        found.append(
+            f"{_hours(job.time_limit_s)} were asked for, but {name} gives {job.num_nodes} nodes {_hours(allowed_s)}: "
+            f"the job asks for that, stops in time and comes back."
+        )
+    limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
+    if limit_s is None:
+        return found
+    useful_s = limit_s - slurm.stop_before_end_s
+    if useful_s <= 0:
+        found.append(
+            f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the end in which the job "
+            f"is told to save and stop. Ask for more time, or lower site.slurm.stop_before_end_s."
+        )
+    elif expected_s and expected_s > useful_s:
+        found.append(
+            f"the run needs about {_hours(expected_s)}, and a job of {job.num_nodes} nodes lasts {_hours(limit_s)}: "
+            f"expect {math.ceil(expected_s / useful_s)} jobs, each resuming from the checkpoint of the one before."
+        )
+    return found
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h"
+
+
+def _places(value: object, place: str = "") -> list[tuple[str, object]]:
+    """Returns every value inside nested tables with its dotted path."""
+    if isinstance(value, dict):
+        return [found for key, item in value.items() for found in _places(item, f"{place}.{key}".lstrip("."))]
+    return [(place, value)]

@@ -1,0 +1,47 @@
+"""`python -m cluster.sandbox start | stop | status`."""
+
+import argparse
+import shlex
+import sys
+import time
+
+from cluster.sandbox import Sandbox, default_root, stop
+from cluster.state import JobError
+
+
+def main() -> int:
+    """Returns 0 when it was done; for `status`, when a sandbox runs."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.sandbox", description="A real Slurm on this machine.")
+    parser.add_argument("action", choices=("start", "stop", "status"))
+    parser.add_argument("--root", default=str(default_root()), help="its directory (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=4, help="simulated nodes")
+    parser.add_argument("--accounting", action="store_true", help="with a database, so that sacct works")
+    parser.add_argument("--one-host", action="store_true", help="no namespaces, even as root")
+    options = parser.parse_args()
+    try:
+        if options.action == "start":
+            begin = time.monotonic()
+            sandbox = Sandbox.start(
+                options.root, num_nodes=options.nodes, accounting=options.accounting,
+                isolated=False if options.one_host else None,
+            )  # fmt: skip
+            print(f"# up after {time.monotonic() - begin:.1f} s; for sbatch, squeue and notebooks:")
+            print(f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}")
+            print(f"# site file: {sandbox.site_file}")
+        elif options.action == "stop":
+            print("stopped" if stop(options.root) else "no sandbox was running")
+        else:
+            sandbox = Sandbox.find(options.root)
+            if sandbox is None:
+                print(f"no sandbox runs in {options.root}")
+                return 1
+            print(*(f"{node} {state}" for node, state in sandbox.node_states().items()), sep="\n")
+            print(sandbox.run("squeue", "--noheader", "--format=%i %j %T %r"), end="")
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

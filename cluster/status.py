@@ -1,0 +1,127 @@
+"""What a job does now: the run directory, the process that answers for it, and the scheduler, brought together.
+
+The chain, each link only where those before are silent: exit.json of this attempt; the process, on this host; the
+scheduler (squeue, scontrol, sacct); the last heartbeat. Standard library only.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+
+from cluster import poll
+from cluster.record import Record, field_doc
+from cluster.state import GIVEN_UP, JobState, RunState, asked_at, last_attempt, read_exit, read_state
+
+STALLED_AFTER_S = 60.0
+STALLED_AFTER_STEPS = 10
+STALLED_START_S = 1800.0  # before the first step: imports, rendezvous and compilation take long on a large machine
+WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobStatus(Record):
+    """What a job does now, and why we think so."""
+
+    state: JobState = field_doc("in the words of JobState")
+    reason: str = field_doc("one line for people")
+    attempt: int = field_doc("counts the starts of this run directory from 1")
+    step: int | None = field_doc("last finished optimizer step", default=None)
+    heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
+    exit_code: int | None = field_doc("of a job that has ended", default=None)
+
+
+def read_status(run_dir: Path) -> JobStatus:
+    """Returns the truth about a job as far as this host can know it; `reason` says when it cannot."""
+    state = read_state(run_dir)
+    alive = is_alive(state)
+    report = read_exit(run_dir)  # after the look at the process, which writes its report before it ends
+    attempt = state.attempt if state else last_attempt(run_dir)
+    age_s = max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
+    rc = None
+    if report and report.attempt == attempt:
+        verdict, reason, rc = JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
+    elif state is None:
+        verdict, reason = JobState.LOST, "state.json is missing or damaged, and there is no exit.json"
+    elif state.scheduler_job:
+        look = poll.POLLER.look(state.scheduler_job)
+        state = read_state(run_dir) or state  # it may have waited for an answer
+        verdict, reason, rc = _scheduled(run_dir, state, look, age_s)
+    elif alive is False:
+        verdict, reason = JobState.LOST, _epitaph(state)
+    else:
+        verdict, reason = _living(run_dir, state, age_s)
+        if alive is None:
+            reason = f"{reason}; {why_unknown(state)}"
+    step = state.step if state else None
+    return JobStatus(state=verdict, reason=reason, attempt=attempt, step=step, heartbeat_age_s=age_s, exit_code=rc)
+
+
+def is_alive(state: RunState | None) -> bool | None:
+    """Returns whether the process that answers for the job runs, or None when this host cannot know."""
+    if state is None or state.process is None or not state.process.is_here:
+        return None
+    return state.process.is_alive
+
+
+def why_unknown(state: RunState) -> str:
+    if state.process is None:
+        return "it was not started by a launcher, so only its heartbeat speaks for it"
+    return f"it runs on {state.process.host}, so only its heartbeat speaks for it here"
+
+
+def _scheduled(
+    run_dir: Path, state: RunState, look: poll.Look, age_s: float | None
+) -> tuple[JobState, str, int | None]:
+    """Returns state, reason and exit code of a job that a scheduler runs and that has left no exit report."""
+    report = read_exit(run_dir)  # again: it may have ended while the scheduler was asked
+    if report and report.attempt == state.attempt:
+        return JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
+    living = _living(run_dir, state, age_s)
+    # After a crash the controller may have forgotten a job that goes on.
+    goes_on = look.state is JobState.LOST and state.state is JobState.RUNNING and (age_s or 0.0) < STALLED_AFTER_S
+    if look.state is None or goes_on:
+        return living[0], f"{living[1]}; {look.reason}", None
+    if look.state.is_final:
+        return look.state, look.reason, look.exit_code
+    between = f"attempt {state.attempt} ended: {state.reason}; {look.reason}"
+    if look.state in WAITING:
+        if state.heartbeat is not None and state.heartbeat > look.time:  # it has started since the scheduler was asked
+            return *living, None
+        if state.state is not JobState.QUEUED:
+            return JobState.REQUEUED, between if state.state in GIVEN_UP else look.reason, None
+        return look.state, look.reason, None
+    if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer
+        return state.state, between, None
+    if look.state in (JobState.STOPPING, JobState.STALLED):
+        return look.state, f"{look.reason}; {living[1]}", None
+    if state.state is JobState.QUEUED:
+        return JobState.STARTING, f"{look.reason}; no sign of life from its processes yet", None
+    return *living, None
+
+
+def _epitaph(state: RunState) -> str:
+    process = state.process
+    assert process is not None
+    return (
+        f"process {process.pid} on {process.host} is gone and left no exit.json: "
+        f"it was killed, or the machine went down, while {state.state}"
+    )
+
+
+def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:
+    """Returns state and reason of a job that has not ended, as far as we know."""
+    seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
+    stop_asked = asked_at(run_dir, "stop")
+    if stop_asked is not None:
+        return JobState.STOPPING, f"asked to stop {max(0.0, time.time() - stop_asked):.0f} s ago; {seen}"
+    saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
+    if age_s is not None and not saving and age_s > _stalled_after_s(state):
+        return JobState.STALLED, f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s"
+    doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
+    return state.state, f"{doing}; {seen}"
+
+
+def _stalled_after_s(state: RunState) -> float:
+    if state.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING):
+        return STALLED_START_S
+    return max(STALLED_AFTER_S, STALLED_AFTER_STEPS * (state.step_time_s or 0.0))

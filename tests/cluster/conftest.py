@@ -1,0 +1,39 @@
+"""A real Slurm for the tests that need one, started once."""
+
+import os
+
+import pytest
+
+from cluster import poll
+from cluster.sandbox import Sandbox, why_not
+from cluster.site import Site
+from cluster.state import JobError
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory):
+    """Four nodes without accounting; isolated from each other where this process may do that."""
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        sandbox = Sandbox.start(tmp_path_factory.mktemp("slurm") / "sandbox")
+    except JobError as error:
+        pytest.skip(f"no sandbox can run here: {error}")
+    yield sandbox
+    sandbox.stop()
+
+
+@pytest.fixture
+def sandbox(slurm_cluster, monkeypatch):
+    """The cluster with its clients set up; afterwards its queue is empty and its nodes are idle."""
+    for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("SLURM_CONF", slurm_cluster.environment["SLURM_CONF"])
+    monkeypatch.setattr(poll.POLLER, "interval_s", 0.5)
+    yield slurm_cluster
+    slurm_cluster.reset()
+
+
+@pytest.fixture
+def site(sandbox) -> Site:
+    return Site.load(sandbox.site_file)

@@ -1,0 +1,20 @@
+"""A filled-in EKS site and a job for it, for the tests of manifests and of the Kubernetes client."""
+
+from cluster.job import JobSpec
+from cluster.site import Site
+
+
+def eks(shared="/fsx", **changes):
+    """The EKS site with the values that only a user knows."""
+    site = Site.load("eks-trn1")
+    assert site.kubernetes is not None
+    given = {"image": "registry.example/kit:1", "claim": "fsx", "mount_path": str(shared)} | changes
+    return site.replace(kubernetes=site.kubernetes.replace(**given))
+
+
+def training_job(shared="/fsx", **changes):
+    given = dict(
+        name="hlat 7B", run_dir=f"{shared}/runs/7b", working_directory=str(shared), num_processes=2048, num_nodes=64,
+        argv=("/home/me/venv/bin/python", "-m", "kit.train", "--run", f"{shared}/runs/7b"),
+    )  # fmt: skip
+    return JobSpec(**(given | changes))

@@ -1,0 +1,65 @@
+#!/bin/bash
+# hlat-70b: compiles ahead for 8192 ranks on 256 nodes of trn1.32xlarge, each with
+#   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-70b"]
+# Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
+# ----------------------------------------------------------------------------------------------------
+#SBATCH --job-name=hlat-70b-compile
+#SBATCH --partition=compute1
+#SBATCH --nodes=256
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=128
+#SBATCH --output=logs/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --exclusive
+# ----------------------------------------------------------------------------------------------------
+fail() { echo "$*" >&2; exit 1; }
+export KIT_RUN_DIR=/shared/runs/hlat-70b
+export PATH=/shared/environment/bin:"$PATH"
+export OMP_NUM_THREADS=1
+export PYTHONUNBUFFERED=1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export NEURON_CC_FLAGS='--model-type transformer --distribution-strategy=llm-training'
+export NEURON_FUSE_SOFTMAX=1
+export NEURON_RT_EXEC_TIMEOUT=4000
+export MALLOC_ARENA_MAX=64
+export FI_PROVIDER=efa
+export FI_EFA_USE_DEVICE_RDMA=1
+export FI_EFA_FORK_SAFE=1
+# Where the ranks meet: the first node of the job.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"
+export MASTER_ADDR MASTER_PORT=41000
+# ----------------------------------------------------------------------------------------------------
+# What each rank runs.
+run_rank() {
+    printf -v log '%s/logs/compile_rank_%05d.log' "$KIT_RUN_DIR" "$RANK"
+    exec >>"$log" 2>&1 || exit
+    export XLA_USE_BF16=0
+    export XLA_DOWNCAST_BF16=1
+    export NEURON_RT_STOCHASTIC_ROUNDING_EN=0
+    export NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS=31
+    export NEURON_EXPERIMENTAL_COMPRESS_RG=1
+    export TORCH_DIST_INIT_BARRIER=0
+    cd /shared/work || exit
+    exec /shared/environment/bin/python -m kit.train --run /shared/runs/hlat-70b
+}
+export -f run_rank
+# What each node runs: an agent that starts the node's ranks.
+run_node() {
+    ulimit -n 131071
+    sudo -n sysctl -w net.ipv4.ip_local_reserved_ports=44000,48620,41000,23456 || echo 'the ports of the Neuron runtime are not reserved' >&2
+    export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
+    exec neuron_parallel_compile /shared/environment/bin/python -m torch.distributed.run \
+        --nnodes=256 --node-rank="$SLURM_NODEID" --nproc-per-node=32 \
+        --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c run_rank
+}
+export -f run_node
+# ----------------------------------------------------------------------------------------------------
+# The compiled graphs stay in the shared cache, where a run of the same shape finds them.
+export NEURON_COMPILE_CACHE_URL="/fsx/$USER/neuron-compile-cache"
+mkdir -p "$NEURON_COMPILE_CACHE_URL" || fail "$NEURON_COMPILE_CACHE_URL cannot be made"
+exec srun --nodes=256 --ntasks=256 --ntasks-per-node=1 \
+    --cpus-per-task=128 \
+    --kill-on-bad-exit=1 --wait=60 --label \
+    bash -c run_node

@@ -1,0 +1,26 @@
+"""A trainer without torch: RUN_DIR STEPS SECONDS. Steps, heartbeats, a checkpoint every 5 steps, a stop when asked."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from cluster.state import take_request, update_state
+
+run_dir, num_steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+rank, attempt = int(os.environ["RANK"]), int(os.environ["KIT_ATTEMPT"])
+saved, stopped = run_dir / "saved", run_dir / f"stopped_{attempt}"
+step = int(saved.read_text()) if saved.exists() else 0
+print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
+while step < num_steps and not stopped.exists():
+    time.sleep(step_time_s)
+    step += 1
+    if rank == 0:
+        beat = {"step": step, "heartbeat": time.time(), "step_time_s": step_time_s}
+        update_state(run_dir, attempt=attempt, state="running", **beat)
+        stop = take_request(run_dir, "stop")
+        if stop or step % 5 == 0:
+            saved.write_text(str(step))
+        if stop:
+            update_state(run_dir, attempt=attempt, state="stopping", reason=f"stopped after step {step}")
+            stopped.touch()

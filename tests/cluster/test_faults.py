@@ -1,0 +1,352 @@
+"""What goes wrong on real clusters, done to a real Slurm: each fault ends as promised, in so many seconds.
+
+The rows go to results/faults.json. Nodes that are cut off or switched off need namespaces, hence root.
+"""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kit
+from cluster import slurm
+from cluster.job import Job, JobSpec
+from cluster.state import Event, JobState, last_attempt, read_history, read_state
+from kit import launcher
+from kit.bench.results import Row, load_average, row, write_results
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STANDIN = str(Path(__file__).parent / "standin.py")
+ROWS: list[Row] = []
+DP8 = Plan(data_parallel=8, zero_stage=1, micro_batch_size=1, global_batch_size=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def results():
+    load = load_average()
+    yield
+    if ROWS:
+        write_results("faults", ROWS, command="pytest tests/cluster/test_faults.py", load_before=load)
+
+
+@pytest.fixture
+def nodes(sandbox):
+    """The sandbox, if its nodes can be cut off."""
+    if not sandbox.layout.isolated:
+        pytest.skip("nodes that can be cut off need network namespaces: run as root")
+    return sandbox
+
+
+def standin(run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, num_nodes=4, **changes):
+    argv = (sys.executable, STANDIN, str(run_dir), str(num_steps), str(step_time_s))
+    return slurm.submit(
+        JobSpec(name=run_dir.name, run_dir=str(run_dir), argv=argv, num_processes=num_processes, num_nodes=num_nodes,
+                **changes), site,
+    )  # fmt: skip
+
+
+def eventually(condition, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return result
+
+
+def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
+    """Waits until a step is done, of whatever attempt."""
+
+    def reached():
+        state = read_state(job.run_dir)
+        assert state is None or not state.state.is_final, job.status()
+        return state and state.state is JobState.RUNNING and (state.step or 0) >= step
+
+    assert eventually(reached, timeout_s), job.status()
+
+
+def event(job: Job, state: str, since: float, timeout_s: float = 100.0) -> Event:
+    """Waits for a change of state and returns it."""
+
+    def found():
+        return next((e for e in read_history(job.run_dir) if e.time >= since and e.state == state), None)
+
+    seen = eventually(found, timeout_s)
+    assert seen, job.status()
+    return seen
+
+
+def processes(mark: str) -> list[int]:
+    """Returns the processes on all nodes whose command line holds a text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def rank_process(job: Job, rank: int) -> int:
+    """Returns the process of one rank, found by its environment."""
+    for pid in processes(str(job.run_dir)):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables:
+            return pid
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def measured(name: str, seconds: float, *, at_most: float | None = None, note: str = "") -> None:
+    ROWS.append(row(name, round(seconds, 1), "s", at_most=at_most, note=note))
+    assert at_most is None or seconds <= at_most
+
+
+def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tmp_path):
+    job = standin(tmp_path / "killed", site, num_steps=150)
+    at_step(job, 20)
+    start = time.time()
+    os.kill(rank_process(job, 2), signal.SIGKILL)
+    resumed = event(job, "running", start + 0.01)
+    measured("rank killed: running again", resumed.time - start, at_most=30, note=event(job, "requeued", start).reason)
+    assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) == 2
+    assert "rank 2 on node3 was killed by SIGKILL" in event(job, "requeued", start).reason
+
+
+def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
+    code = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
+    spec = JobSpec(name="crash", run_dir=str(tmp_path / "crash"), argv=(sys.executable, "-c", code), num_processes=1)
+    start = time.time()
+    status = slurm.submit(spec, site).wait(120)
+    measured("rank that always crashes: given up", time.time() - start, at_most=60, note=status.reason)
+    assert status.state is JobState.FAILED and status.exit_code == 137 and status.attempt == 3
+    assert "given up after 3 starts without a new step" in status.reason
+
+
+def lose(nodes, job: Job, node: str, how: str) -> tuple[float, Event]:
+    """Loses a node of a running job; returns when, and the requeue that follows."""
+    at_step(job, 10)
+    start = time.time()
+    getattr(nodes, how)(node)
+    return start, event(job, "requeued", start)
+
+
+@pytest.mark.parametrize("how", ["power_off", "cut"], ids=["switched_off", "cut_off_silently"])
+def test_lost_node(nodes, site, tmp_path, how):
+    job = standin(tmp_path / how, site)
+    start, requeued = lose(nodes, job, "node3", how)
+    what = "node switched off" if how == "power_off" else "node cut off silently"
+    measured(f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason)
+    assert requeued.lost_node == "node3" and "node3 fell silent" in requeued.reason
+    assert job.state is JobState.REQUEUED
+    assert eventually(lambda: not processes(STANDIN), 60), "the lost node still runs ranks of the old attempt"
+    measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=90)
+    nodes.recover("node3")
+    back = time.time()
+    # A node that comes back may still get the order to end the old attempt, and end the new one: one more start.
+    assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) in (2, 3)
+    measured(f"{what}: done again after the node came back", time.time() - back)
+
+
+def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
+    job = standin(tmp_path / "first", site)
+    start = time.time()
+    at_step(job, 10)
+    start = time.time()
+    nodes.power_off("node1")
+    requeued = event(job, "requeued", start)
+    measured(
+        "first node lost (rendezvous, supervisor): requeued", requeued.time - start, at_most=60, note=requeued.reason
+    )
+    assert requeued.lost_node == "node1"
+    nodes.recover("node1")
+    # A node that comes back may still get the order to end the old attempt, and end the new one: one more start.
+    assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) in (2, 3)
+
+
+def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
+    job = standin(tmp_path / "twice", site, num_nodes=2, num_processes=2)
+    for _ in range(2):
+        at_step(job, 10)
+        start = time.time()
+        nodes.cut("node2")
+        event(job, "requeued", start)
+        nodes.recover("node2")
+    start = time.time()
+    assert slurm.lost_nodes(job.run_dir) == ["node2"]
+    at_step(job, 10)
+    state = read_state(job.run_dir)
+    assert state is not None and state.scheduler_job is not None
+    shown = nodes.run("squeue", "--noheader", f"--jobs={state.scheduler_job.id}", "--format=%N")
+    measured("node lost twice: running without it", time.time() - start, note=f"now on {shown.strip()}")
+    assert "node2" not in slurm.hosts(shown.strip())
+    job.cancel()
+    job.wait(30)
+
+
+def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
+    soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=30))
+    job = standin(tmp_path / "limit", soon, num_steps=350, time_limit_s=60)
+    start = time.time()
+    stopped = event(job, "requeued", start, 90)
+    assert "time limit is near" in stopped.reason
+    resumed = event(job, "running", stopped.time)
+    measured("time limit near: saved, requeued, running again", resumed.time - stopped.time, at_most=60)
+    saved = (stopped.step or 0) + 1
+    assert resumed.step == saved, "no step is lost and none is done twice"
+    job.stop()
+    assert job.wait(60).state is JobState.DONE
+
+
+def test_scancel(sandbox, site, tmp_path):
+    job = standin(tmp_path / "cancelled", site)
+    at_step(job, 10)
+    start = time.time()
+    job.cancel()
+    status = job.wait(30)
+    measured("scancel: ended and said so", time.time() - start, at_most=15, note=status.reason)
+    assert (status.state, status.exit_code) == (JobState.FAILED, 143)
+    assert eventually(lambda: not processes(STANDIN))
+
+
+def test_hopeless_submission_says_why(sandbox, site, tmp_path):
+    failed = sandbox.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").strip()
+    after = site.replace(slurm=site.slurm.replace(sbatch_options=(f"--dependency=afterok:{failed}",)))
+    start = time.time()
+    job = standin(tmp_path / "hopeless", after)
+    reason = eventually(lambda: (found := job.status().reason).count("will not start") and found, 20)
+    measured("hopeless submission: reason shown", time.time() - start, at_most=20, note=str(reason))
+    assert reason and job.state is JobState.QUEUED and "DependencyNeverSatisfied" in reason and "Cancel it" in reason
+    job.cancel()
+    assert job.wait(5).state is JobState.FAILED
+
+
+def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path):
+    job = standin(tmp_path / "beheaded", site)
+    at_step(job, 10)
+    start = time.time()
+    os.kill(processes("cluster.slurm_supervisor")[0], signal.SIGKILL)
+    status = job.wait(60)
+    measured("supervisor killed, no accounting: end known", time.time() - start, at_most=60, note=status.reason)
+    assert status.state is JobState.FAILED and status.reason.startswith("Slurm: FAILED")
+    assert eventually(lambda: not processes(STANDIN), 60)
+
+
+def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
+    job = standin(tmp_path / "restart", site, num_steps=100)
+    at_step(job, 10)
+    sandbox.restart_controller()
+    start = time.time()
+    worst = 0.0
+    while time.time() - start < 12:
+        asked = time.monotonic()
+        assert job.state in (JobState.RUNNING, JobState.STARTING)
+        worst = max(worst, time.monotonic() - asked)
+        time.sleep(0.2)
+    assert job.wait(60).state is JobState.DONE and last_attempt(job.run_dir) == 1
+    measured("controller restarted: longest wait for a status", worst, at_most=25, note="the job did not notice")
+
+
+def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
+    run_dir = tmp_path / "local"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").symlink_to(nodes.scratch_directory)
+    start = time.time()
+    status = standin(run_dir, site).wait(60)
+    measured("node-local checkpoint directory: refused", time.time() - start, at_most=30, note=status.reason[:80])
+    assert status.state is JobState.FAILED and "not a shared directory" in status.reason
+    assert not list((run_dir / "logs").glob("attempt*"))
+
+
+def test_twenty_launches_leave_nothing_behind(sandbox, site, tmp_path):
+    start = time.time()
+    for number in range(20):
+        job = standin(tmp_path / f"run{number}", site, num_steps=1, step_time_s=0.01)
+        assert job.wait(60).state is JobState.DONE
+    measured("20 launches of 4 ranks on 4 nodes", time.time() - start, note="no process left")
+    assert eventually(lambda: not processes(str(tmp_path)), 10)
+
+
+# With the real trainer ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spec(llama_spec):
+    return llama_spec.replace(vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_dataset) -> Recipe:
+    return Recipe(
+        data=str(tiny_dataset.directory), num_steps=120, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
+    )
+
+
+def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(sandbox, site, spec, recipe, tmp_path):
+    """Four nodes of two processes: one rank is killed, then the job is preempted; it comes back both times."""
+    unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP8, recipe=recipe)
+    assert unbroken.job.wait(300).state is JobState.DONE, unbroken.job.logs()
+    run = kit.launch(tmp_path / "broken", spec=spec, plan=DP8, recipe=recipe, site=site)
+    at_step(run.job, 30)
+    start = time.time()
+    os.kill(rank_process(run.job, 5), signal.SIGKILL)
+    resumed = event(run.job, "running", start + 0.01)
+    measured("training, rank killed: first step of the restart", resumed.time - start, note="start of 8 ranks included")
+    at_step(run.job, 60)
+    start = time.time()
+    sandbox.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    preempted = event(run.job, "preempted", start)
+    measured("training, preempted: checkpoint written", preempted.time - start, at_most=20, note=preempted.reason)
+    status = run.job.wait(300)
+    assert (status.state, status.attempt) == (JobState.DONE, 3), run.job.history
+    ours, theirs = run.metrics(), unbroken.metrics()
+    assert ours["step"].tolist() == theirs["step"].tolist() == list(range(1, 121))
+    assert sorted(set(ours["attempt"].tolist())) == [1, 2, 3]
+    np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
+    difference = float(np.abs(ours["loss"] / theirs["loss"] - 1).max())
+    ROWS.append(row("training, killed and preempted: largest difference in loss", difference, at_most=1e-6))
+
+
+def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, recipe, tmp_path):
+    plan = DP8.replace(data_parallel=2, global_batch_size=2)
+    folder = nodes.small_directory / "checkpoints"
+    folder.mkdir()
+    run = Run.create(tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site)
+    run.checkpoints.directory.symlink_to(folder)
+    slurm.submit(launcher.job_spec(run), site)
+    try:
+        assert eventually(lambda: run.checkpoints.steps(), 120), run.job.logs()
+        start = time.time()
+        filler = nodes.small_directory / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb") as stream:
+            for _ in itertools.count():
+                stream.write(bytes(1 << 16))
+                stream.flush()
+        status = run.job.wait(120)
+        measured("disk full during a checkpoint: failed and said so", time.time() - start, note=status.reason[-120:])
+        assert status.state is JobState.FAILED and "o space left" in status.reason, status
+        assert status.attempt == 1, "trying again would end the same way"
+        newest = run.checkpoints.steps()[-1]
+        assert run.checkpoints.manifest(newest).step == newest
+        filler.unlink()
+        run.load_model(newest)
+    finally:
+        run.job.cancel()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_no_process_of_these_tests_is_left():
+    assert not processes(STANDIN)
+    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert "kit.train --run /tmp/pytest" not in done.stdout

