@@ -10,9 +10,9 @@ from kit.data.dataset import DESCRIPTION, Dataset
 
 SCALES = ("demo", "cluster")
 NOT_YET = (
-    "SCALE: 'cluster' is not in this version: jobs can only be started on this machine. What exists for a large "
-    "machine today: its site file (`Site.load('frontier')`), plans for any number of devices, and a look at what each "
-    "rank would hold (01_build_the_model). Set SCALE = 'demo'."
+    "SCALE: 'cluster' is not in this version: the sizes in the notebooks are for this machine. The same calls run on a "
+    "cluster: write a site file with a line base = \"frontier\" and your account, then kit.launch(..., site='mine.toml') "
+    "as in 03_launch_jobs, with a model and a plan from 02_choose_parallelism. Set SCALE = 'demo' here."
 )
 
 

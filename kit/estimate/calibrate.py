@@ -277,7 +277,7 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
         peak_flops_per_s=peak * share, attention_flops_per_s=peak * share, matmul_flops_per_s=peak * share,
         memory_bytes=site.device.memory_bytes.value if site.device.memory_bytes else float("nan"),
         memory_bytes_per_s=rate, near_devices=most, near_bytes_per_s=link, node_devices=most, node_bytes_per_s=link,
-        network_bytes_per_s=link * most, price_per_device_hour=float("nan"),
+        full_devices=1.0, network_bytes_per_s=link * most, price_per_device_hour=float("nan"),
     )  # fmt: skip
 
 

@@ -38,7 +38,11 @@ class Links:
         replicas = cp * layouts.data_parallel
         devices = model * layouts.data_parallel * layouts.pipeline_parallel
         inside = np.where(t <= hardware.near_devices, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
-        node_rate = inside * c.node_efficiency
+        # On a mesh a group only has the links between its own devices; on a switch it should have all, but rarely has.
+        node_rate, model_rate, pair_rate = (
+            inside * c.node_efficiency * np.minimum(1.0, group / hardware.full_devices) ** c.node_sharing
+            for group in (t, model, 2.0)
+        )
         network = hardware.network_bytes_per_s * c.network_efficiency
         ranks_inside = np.minimum(t, node)  # of one tensor-parallel group
         nodes = np.maximum(1.0, t * replicas / node)  # that a data-parallel group and its neighbours span
@@ -51,10 +55,10 @@ class Links:
             tensor_rate=np.where(t <= node, node_rate, np.minimum(node_rate, network)),
             tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
             + 2 * c.network_latency_s * np.log2(t / ranks_inside),
-            context_rate=np.where(model <= node, node_rate, np.minimum(node_rate, network / ranks_inside)),
+            context_rate=np.where(model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)),
             data_rate=np.where(crosses, np.minimum(inside, share), inside) * c.data_efficiency,
             data_latency_s=2 * (c.node_latency_s + np.where(crosses, c.network_latency_s, 0.0) * np.log2(2 * nodes)),
-            pipeline_rate=np.where(one_node, node_rate, network / node),
+            pipeline_rate=np.where(one_node, pair_rate, network / node),
             pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s),
             network_rate=network / node,
         )

@@ -19,6 +19,10 @@ DROPOUT = 0.6
 """Traffic of a written-out score without dropout, which gated (Llama) models do not have, over that with it."""
 FIRST_GENERATION = 0.6
 """Speed of fused attention's first generation over its second (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+BACKWARD = 2 / 3
+"""Of a layer's time, by its backward pass."""
+STAGE_JITTER = 0.005
+"""How much longer a pipeline takes per doubling of its stages, since each waits for whichever is late."""
 ZERO_BUBBLE, ZBV = SCHEDULES.index("zero_bubble"), SCHEDULES.index("zbv")
 LAYER_TERMS = (
     "gemm", "attention", "elementwise", "host_launch", "tensor_parallel", "context_parallel", "recompute",
@@ -131,11 +135,12 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     slowest = np.where(p > 1, np.maximum(middle + embedding, middle - lighter * layer.total + logits), 0.0)
     mean = (x.num_layers * layer.total + embedding + logits) / p + each
     slowest = np.maximum(slowest, mean)
-    bubble = (p * mean - slowest) * _bubble_share(x, v)
+    jitter = 1 + STAGE_JITTER * np.log2(p)
+    slowest, bubble = jitter * slowest, jitter * (p * mean - slowest) * _bubble_share(x, v)
     reduction, gather = _data_parallel(x, hardware, c, links, most, m)
-    # Without a pipeline, buckets of gradients are reduced beside the last micro-batch's backward pass: at least half
-    # of its time, even where the forward pass is repeated.
-    reduction = np.where(p > 1, reduction, exposed(reduction, 0.5 * middle))
+    # Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward pass; plain data
+    # parallelism of Megatron-LM waits for its end.
+    reduction = np.where((p > 1) | (x.zero_stage < 1), reduction, exposed(reduction, BACKWARD * middle))
     data = reduction + m * exposed(gather, middle)
     optimizer = _optimizer(x, hardware, c, most)
     total = c.factor * (m * slowest + bubble + data + optimizer + c.step_s)
@@ -163,7 +168,7 @@ def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Lay
     kv = h * x.num_kv_heads / x.num_heads
     params = layer_params(x) / t
     moved = tokens * (4 * h + (2 * h + 2 * kv + (2.0 + x.gated) * f) / t) + params
-    gemm = _gemm(tokens, h, params / h, 4.0, hardware, c) + 2 * moved / memory_rate
+    gemm = np.hypot(_gemm(tokens, h, params / h, 4.0, hardware, c), 2 * moved / memory_rate)  # a rounded roofline
     attention, flash = _attention(x, tokens, hardware, c, memory_rate)
     sharded = np.where(x.sequence_parallel, t, 1.0)
     traffic = tokens * (22 * h / sharded + (8 * h + (4.0 + 2.0 * x.gated) * f) / t)
