@@ -152,7 +152,7 @@ def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, *
         ConfigError: a field is unknown or has a value of the wrong type.
     """
     with locked(run_dir):
-        _refuse_stale(run_dir, attempt)
+        refuse_stale(run_dir, attempt)
         old = read_state(run_dir)
         fresh = old is None or old.attempt < attempt
         state = RunState(state=JobState.RUNNING, attempt=attempt) if old is None or fresh else old
@@ -192,7 +192,7 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
         StaleAttemptError: a newer attempt owns the directory.
     """
     with locked(run_dir):
-        _refuse_stale(run_dir, report.attempt)
+        refuse_stale(run_dir, report.attempt)
         report.write(run_dir / "exit.json")
 
 
@@ -265,7 +265,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _refuse_stale(run_dir: Path, attempt: int) -> None:
+def refuse_stale(run_dir: Path, attempt: int) -> None:
+    """Returns nothing if `attempt` is still the newest of a run directory.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns it.
+    """
     state = read_state(run_dir)
     owner = state.attempt if state else last_attempt(run_dir)
     if attempt < owner:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.record import ConfigError, Record, field_doc
+from cluster.state import refuse_stale
 from kit.errors import CheckpointError
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -127,8 +128,8 @@ class Checkpoints:
         free = shutil.disk_usage(existing).free
         if free < needed:
             raise CheckpointError(
-                f"{self.directory}: no space left for a checkpoint: {needed / 2**30:.2f} GiB needed, "
-                f"{free / 2**30:.2f} GiB free. Free space, or use another run directory."
+                f"{self.directory}: no space left for a checkpoint: {needed / 1e6:,.1f} MB needed, "
+                f"{free / 1e6:,.1f} MB free. Free space, or use another run directory."
             )
 
 
@@ -189,6 +190,7 @@ class CheckpointWriter:
             self._complete(partial, facts)
 
     def _complete(self, partial: Path, facts: dict) -> None:
+        refuse_stale(self.checkpoints.directory.parent, self.attempt)  # a left-over must not replace newer work
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
         manifest = Manifest(attempt=self.attempt, time=time.time(), files=files, **facts)
         manifest.write(partial / "manifest.json")

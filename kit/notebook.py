@@ -11,8 +11,9 @@ from kit.data.dataset import DESCRIPTION, Dataset
 SCALES = ("demo", "cluster")
 NOT_YET = (
     "SCALE: 'cluster' is not in this version: the sizes in the notebooks are for this machine. The same calls run on a "
-    "cluster: write a site file with a line base = \"frontier\" and your account, then kit.launch(..., site='mine.toml') "
-    "as in 03_launch_jobs, with a model and a plan from 02_choose_parallelism. Set SCALE = 'demo' here."
+    'cluster: write a site file with a line base = "frontier" and your account, then kit.launch(..., '
+    "site='mine.toml') as in 03_launch_jobs, with a model and a plan from 02_choose_parallelism. Here set "
+    "SCALE = 'demo'."
 )
 
 

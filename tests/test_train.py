@@ -12,13 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import kit
-from cluster.state import JobState, read_state
+from cluster.state import JobState, StaleAttemptError, read_state, update_state
+from kit.checkpoint import Checkpoints, CheckpointWriter
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.spec import ModelSpec
+from tests.workers import run_ranks
 
 STEPS = 120
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
@@ -190,7 +194,7 @@ def test_folders_of_others_are_refused(spec, recipe, tmp_path, unbroken):
 def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match="no space left for a checkpoint: 0.00 GiB needed"):
+    with pytest.raises(CheckpointError, match="no space left for a checkpoint: [0-9.]+ MB needed"):
         kit.launch(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe)
     assert not (tmp_path / "run" / "state.json").exists()
 
@@ -217,3 +221,22 @@ def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tin
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WORLD_SIZE": "3"})
     assert ended.returncode == os.EX_CONFIG
     assert "= 2 processes, but 3 were started. Start 2" in ended.stderr
+
+
+def complete_as_left_over(directory: Path, spec: ModelSpec) -> tuple[bool, list[int]]:
+    """Returns whether an old attempt's checkpoint was refused, and which steps are complete afterwards."""
+    checkpoints = Checkpoints(directory / "checkpoints")
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
+    facts = {"step": 5, "samples": 5, "tokens": 5, "seed": 0, "spec": spec, "plan": Plan()}
+    writer.start({"model.x": torch.zeros(3)}, facts)
+    update_state(directory, attempt=2, state=JobState.RUNNING)
+    try:
+        writer.finish()
+    except StaleAttemptError:
+        return True, checkpoints.steps()
+    return False, checkpoints.steps()
+
+
+def test_left_over_of_an_old_attempt_cannot_complete_a_checkpoint(spec, tmp_path):
+    [(refused, steps)] = run_ranks(1, complete_as_left_over, tmp_path, spec)
+    assert refused and steps == []

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.render import render
 from cluster.site import Site
 from kit import launcher
 from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings
@@ -15,6 +16,7 @@ from kit.run import Run
 from kit.spec import ModelSpec
 
 app = typer.Typer()
+MinutesOption = Annotated[float | None, typer.Option(help="time limit of one job; a longer run comes back")]
 
 
 @app.command()
@@ -25,6 +27,10 @@ def launch(
     steps: Annotated[int, typer.Option(help="optimizer steps")] = 100,
     site: Annotated[str, typer.Option(help="where: a name or a .toml file")] = "laptop",
     measure_peak: Annotated[bool, typer.Option(help="time matrix products first, so that MFU is known")] = True,
+    minutes: MinutesOption = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="print the script that would be submitted, start nothing")
+    ] = False,
     settings: SetOption = None,
 ) -> None:
     """Start a training job in a new run directory. It goes on when this command ends."""
@@ -36,11 +42,16 @@ def launch(
     )
     plan, recipe = plan.replace(**changes["plan"]), recipe.replace(**changes["recipe"])
     place = Site.load(site)
+    time_limit_s = None if minutes is None else 60 * minutes
+    if show:
+        prepared = Run(run.absolute(), spec=spec, plan=plan, recipe=recipe, site=place)
+        print(render(launcher.job_spec(prepared, time_limit_s), place), end="")
+        return
     if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(plan.precision) is None:
         from kit.bench.gemm import measured_site
 
         place = measured_site(place, plan.precision)
-    started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place)
+    started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
     console().print(f"Started {plan.num_devices} processes. Watch: [bold]kit watch {started.directory}[/]")
 
 
@@ -48,11 +59,12 @@ def launch(
 def resume(
     run: RunArgument,
     steps: Annotated[int | None, typer.Option(help="new total of optimizer steps")] = None,
+    minutes: MinutesOption = None,
     settings: SetOption = None,
 ) -> None:
     """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
     plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
-    started = launcher.resume(run, plan=plan, num_steps=steps)
+    started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=None if minutes is None else 60 * minutes)
     console().print(f"Started {plan.num_devices} processes. Watch: [bold]kit watch {started.directory}[/]")
 
 
