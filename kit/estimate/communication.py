@@ -37,11 +37,12 @@ class Links:
         model = t * cp
         replicas = cp * layouts.data_parallel
         devices = model * layouts.data_parallel * layouts.pipeline_parallel
-        inside = np.where(t <= hardware.near_devices, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
+        near = t <= hardware.near_devices
+        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
+        full = np.where(near, np.minimum(hardware.near_devices, hardware.full_devices), hardware.full_devices)
         # On a mesh a group only has the links between its own devices; on a switch it should have all, but rarely has.
         node_rate, model_rate, pair_rate = (
-            inside * c.node_efficiency * np.minimum(1.0, group / hardware.full_devices) ** c.node_sharing
-            for group in (t, model, 2.0)
+            inside * c.node_efficiency * np.minimum(1.0, group / full) ** c.node_sharing for group in (t, model, 2.0)
         )
         network = hardware.network_bytes_per_s * c.network_efficiency
         ranks_inside = np.minimum(t, node)  # of one tensor-parallel group

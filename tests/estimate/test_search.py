@@ -125,7 +125,7 @@ def test_an_answer_explains_itself():
     assert sum(first.time_terms_s.values()) == pytest.approx(first.row["step_time_s"], rel=1e-4)
     assert sum(first.memory_terms_bytes.values()) == pytest.approx(first.row["used_bytes"], rel=1e-4)
     assert first.binding.startswith(("memory: ", "computation: "))
-    assert first.nearest is not None and str(round(first.nearest.run.step_time_s)) in str(first.nearest)
+    assert first.nearest is not None and f"{first.nearest.run.step_time_s:.4g} s" in str(first.nearest)
     assert any("less memory" in text for text in first.changes)
     assert first.row["days"] == pytest.approx(3e11 / first.row["tokens_per_s"] / 86_400)
     first.plan.check(found.spec, 128)

@@ -17,7 +17,7 @@ from kit.spec import ModelSpec
 
 SELENE = Hardware.of(Site.load("selene"))
 PERFECT = Coefficients(
-    **{name: (low if name.endswith(("_s", "edge", "contention", "launches", "bytes")) else 1.0)
+    **{name: (low if name.endswith(("_s", "edge", "contention", "sharing", "launches", "bytes")) else 1.0)
        for name, (low, _) in BOUNDS.items()}
 )  # fmt: skip
 
@@ -143,7 +143,15 @@ def test_pairs_of_gcds_have_a_faster_link_than_the_node():
     frontier = Hardware.of(Site.load("frontier"))
     layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4)])
     rate = Links.of(layouts, frontier, PERFECT).tensor_rate
-    assert rate.tolist() == [200e9, 75e9]
+    assert rate == pytest.approx([200e9, 75e9], rel=0.01)
+
+
+def test_a_group_that_does_not_fill_a_node_loses_links_as_the_node_is_wired():
+    layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)])
+    mesh = Links.of(layouts, SELENE, dataclasses.replace(PERFECT, node_sharing=1.0)).tensor_rate
+    switch = Links.of(layouts, SELENE, PERFECT).tensor_rate
+    assert mesh == pytest.approx(SELENE.near_bytes_per_s * np.array([1 / 4, 1 / 2, 1]))
+    assert switch == pytest.approx(SELENE.near_bytes_per_s, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NAMES)

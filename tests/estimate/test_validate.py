@@ -22,20 +22,15 @@ def table():
     return {row.name: row for row in validate.validate()}
 
 
-def test_every_published_target_but_the_known_misses_is_met(table):
-    missed = {name for name, row in table.items() if row.ok is False}
-    assert missed <= {
-        "vTrain multi-node, model size held out: mean error",
-        "layout regret, KAIST multi-node",
-        "layout regret, Aleph Alpha",
-    }
+def test_every_published_target_is_met(table):
+    assert not [name for name, row in table.items() if row.ok is False]
 
 
 @pytest.mark.parametrize(
     "name, limit",
     [
         ("Selene, each row held out: mean error", 0.03),
-        ("vTrain multi-node, model size held out: mean error", 0.085),
+        ("vTrain multi-node, model size held out: mean error", 0.067),
         ("vTrain single node, hidden size held out: mean error", 0.13),
         ("Aleph Alpha, model size held out: mean error", 0.065),
         ("BLOOM, shape held out: mean error", 0.052),
@@ -119,7 +114,7 @@ def test_rows_of_a_new_machine_are_scored_better_after_calibration(tmp_path, pub
         scores[count] = table["elsewhere: mean error"].value
         assert f"{count} runs fitted" in table["elsewhere: mean error"].note
         assert table["rows refused"].value == 0
-    assert scores[10] < 0.5 * scores[0] < 0.1
+    assert scores[10] < 0.6 * scores[0] < 0.1
 
 
 def test_a_machine_of_the_kit_starts_from_its_own_rows(tmp_path, published_rows):
