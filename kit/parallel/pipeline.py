@@ -70,6 +70,9 @@ def build_schedule(
         for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True)
     ]
     kind = SCHEDULES[plan.schedule]
+    if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
+        # torch refuses so few. GPipe then takes the same time and holds as much on the first stage: every micro-batch.
+        kind = ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
 

@@ -36,6 +36,7 @@ LAYOUTS = {
     "PP2, zero bubble": ZERO_BUBBLE,
     "PP2, ZBV": ZBV,
     "PP4, 1F1B": {"pipeline_parallel": 4},
+    "PP4, 1F1B, 2 micro-batches": {"pipeline_parallel": 4, "micro_batch_size": 8},
     "PP2 x DP2, ZeRO 3": {**PP2, "data_parallel": 2, "zero_stage": 3},
     "TP2 x PP2 x DP2": ALL,
     "TP2 x PP2 x DP2, SP, ZeRO 1": {**ALL, "sequence_parallel": True, "zero_stage": 1},

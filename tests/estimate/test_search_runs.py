@@ -1,0 +1,41 @@
+"""What a search returns is what the engine runs: plans of a search, unchanged, trained by real processes."""
+
+import numpy as np
+import pytest
+import torch
+
+from kit.engines.native import NativeEngine
+from kit.estimate.candidates import candidates
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+from tests.workers import run_ranks
+
+BATCH, NUM_PLANS = 8, 12
+
+
+def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
+    """Returns the loss of the second step and the gradient norm of the first under each plan."""
+    batch = torch.randint(
+        0, spec.vocab_size, (BATCH, spec.sequence_length + 1), generator=torch.Generator().manual_seed(0)
+    )
+    results = []
+    for plan in plans:
+        engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
+        share = BATCH // plan.data_parallel
+        mine = batch[engine.data_rank * share : (engine.data_rank + 1) * share]
+        _, norm = engine.train_step(mine, 1e-2)
+        results.append((engine.train_step(mine, 1e-2)[0], norm))
+    return results
+
+
+@pytest.mark.slow
+def test_plans_of_a_search_train_unchanged(llama_spec):
+    """Random candidates for four processes, in bf16 as they come, follow one process in fp32."""
+    layouts = candidates(llama_spec, 4, BATCH)
+    chosen = np.random.default_rng(7).choice(len(layouts), NUM_PLANS, replace=False)
+    plans = [layouts.plan(int(i)) for i in chosen]
+    assert len({(p.tensor_parallel, p.pipeline_parallel, p.data_parallel) for p in plans}) >= 4, "a varied choice"
+    [[(loss, norm)]] = run_ranks(1, two_steps, llama_spec, [Plan(global_batch_size=BATCH, micro_batch_size=BATCH)])
+    for plan, result in zip(plans, run_ranks(4, two_steps, llama_spec, plans)[0], strict=True):
+        assert result == pytest.approx((loss, norm), rel=0.02), plan
