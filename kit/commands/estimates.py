@@ -1,10 +1,12 @@
-"""Commands on estimates: plan, validate, calibrate, bench."""
+"""Commands on estimates and machines: plan, validate, calibrate, bench, doctor."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.record import ConfigError, write_atomic
@@ -112,6 +114,21 @@ def bench_site(
         (f"within {link.num_devices} processes, bytes/s", str(link.bytes_per_s)) for link in site.links.intra_node
     ]
     _print_table(site.description, ("", ""), facts)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what this machine has of what the kit can use, and how to get the rest."""
+    from kit.doctor import examine
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        mark = {True: "[green]✔[/]", False: "[red]✖[/]", None: "–"}
+        rows = [(mark[f.ok], f.subject, f.found, f"[dim]{escape(f.advice)}[/]") for f in findings]
+        _print_table("This machine", ("", "", "found", "advice"), rows)
+    raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
 
 
 def _choices(settings: list[str]) -> dict[str, list[Any]]:

@@ -1,5 +1,6 @@
 """The command line: mistakes are told in one sentence on standard error, and nothing is started."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,10 @@ def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
     words = _kit("--help", folder=tmp_path).stdout
     for command in ("launch", "resume", "status", "watch", "logs", "stop", "checkpoint", "eval", "data", "figure"):
         assert f"│ {command} " in words
+
+
+def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
+    found = {each["subject"]: each for each in json.loads(_kit("doctor", "--json", folder=tmp_path).stdout)}
+    assert found["torch"]["ok"] and "imported in" in found["torch"]["found"]
+    assert found["optuna"]["ok"] and found["Python"]["found"].startswith("3.1")
+    assert found["neuronx-distributed"]["ok"] is not True

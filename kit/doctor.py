@@ -1,0 +1,101 @@
+"""`kit doctor`: what this machine has of what the kit can use, and how to get the rest. No torch."""
+
+import dataclasses
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from cluster.sandbox import why_not
+
+EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "deepspeed": "deepspeed",
+          "wandb": "wandb", "kubernetes": "cluster", "submitit": "cluster"}  # fmt: skip
+SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
+SLOW_IMPORT_S = 20.0
+"""A thousand ranks that read an environment from one shared file system take far longer than one does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    found: str
+    ok: bool | None
+    """None: optional, and not here."""
+    advice: str = ""
+
+
+def examine(directory: Path = Path()) -> list[Finding]:
+    """Returns what was found; it takes as long as one import of torch.
+
+    Args:
+        directory: whose free space is told.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = shutil.disk_usage(directory).free
+    return [
+        Finding(subject="Python", found=sys.version.split()[0], ok=sys.version_info[:2] in ((3, 11), (3, 12)),
+                advice="" if sys.version_info[:2] in ((3, 11), (3, 12)) else "use Python 3.11 or 3.12"),
+        Finding(subject="cores, memory", found=f"{os.cpu_count()}, {memory / 2**30:.0f} GiB", ok=True),
+        Finding(subject=f"free space in {directory.absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
+                advice="" if free > 2**31 else "checkpoints and data need more"),
+        _import_time(),
+        *(_package(name, extra) for name, extra in EXTRAS.items()),
+        _neuron(),
+        *(_program(name) for name in SCHEDULER_PROGRAMS),
+        _sandbox(),
+    ]  # fmt: skip
+
+
+def _import_time() -> Finding:
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+    )
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["?"])[-1]
+        return Finding(subject="torch", found=f"cannot be imported: {last}", ok=False, advice="pip install -e .")
+    advice = (
+        "" if seconds < SLOW_IMPORT_S else "copy the environment to each node's own disk (broadcast in the site file)"
+    )
+    return Finding(subject="torch", found=f"{done.stdout.strip()}, imported in {seconds:.1f} s",
+                   ok=seconds < SLOW_IMPORT_S, advice=advice)  # fmt: skip
+
+
+def _package(name: str, extra: str) -> Finding:
+    try:
+        return Finding(subject=name, found=importlib.metadata.version(name), ok=True)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(subject=name, found="not installed", ok=None, advice=f"pip install -e '.[{extra}]'")
+
+
+def _neuron() -> Finding:
+    """The package of this name on the public index is a placeholder that installs and cannot be imported."""
+    name = "neuronx-distributed"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(subject=name, found="not installed", ok=None, advice="on a Trainium host, from AWS's own index")
+    if find_spec("neuronx_distributed") is None:
+        return Finding(
+            subject=name, found=f"{version}, a placeholder", ok=False, advice="install it from AWS's own index"
+        )
+    return Finding(subject=name, found=version, ok=True)
+
+
+def _program(name: str) -> Finding:
+    path = shutil.which(name)
+    return Finding(subject=name, found=path or "not found", ok=True if path else None,
+                   advice="" if path else "only needed where jobs are submitted by it")  # fmt: skip
+
+
+def _sandbox() -> Finding:
+    reason = why_not()
+    return Finding(subject="Slurm sandbox", found="can run here" if reason is None else "cannot run here",
+                   ok=True if reason is None else None, advice=reason or "python -m cluster.sandbox start")  # fmt: skip
