@@ -55,7 +55,7 @@ class Metrics:
             try:
                 row = json.loads(line)
                 rows.append((int(row["step"]), int(row["attempt"]), row))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 skipped += 1
         kept = _supersede(rows)
         names = [*COLUMNS, *({"validation_loss"} if any("validation_loss" in row for row in kept) else ())]
