@@ -48,5 +48,5 @@ clean:
 
 .venv/dev-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e ".[cluster,deepspeed,eval,plan,wandb,dev]"
+	$(PIP) -e ".[cluster,deepspeed,eval,plan,tensorboard,wandb,dev]"
 	touch $@ .venv/demo-installed

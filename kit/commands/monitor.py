@@ -1,0 +1,158 @@
+"""Commands on what runs have recorded: runs, export, sink, import."""
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.site import Site
+from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, print_record
+from kit.errors import RunError
+from kit.run import Run
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kit.monitor.runs import RunsTable
+
+app = typer.Typer()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="folder that holds run directories", metavar="FOLDER")],
+    compare: Annotated[list[str] | None, typer.Option(help="a run of the table to draw; up to 8 times")] = None,
+    out: Annotated[Path | None, typer.Option(help="figure of --compare; default: FOLDER/compare.png")] = None,
+    watch: Annotated[bool, typer.Option(help="refresh the table until Ctrl-C")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List all runs below a folder, with live states and the settings in which they differ."""
+    from kit.monitor.runs import runs_table
+
+    table = runs_table(folder)
+    if compare:
+        _compare(table.folder, compare, out, as_json)
+    elif as_json:
+        print(json.dumps(table.to_dicts()))
+    elif watch:
+        _watch(folder)
+    else:
+        console().print(_drawn(table, console().width))
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    format: Annotated[str, typer.Option(help="csv or parquet")] = "parquet",
+    out: Annotated[Path | None, typer.Option(help="file; default: RUN/export.FORMAT")] = None,
+    every_attempt: Annotated[bool, typer.Option(help="repeated steps too, in the order of recording")] = False,
+    overwrite: Annotated[bool, typer.Option(help="replace the file")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the steps of a run as a table, with tokens/s, MFU and HFU."""
+    from kit.monitor.export import export as write
+
+    opened = Run.open(run)
+    file = out or opened.directory / f"export.{format}"
+    rows = write(opened, file, format=format, every_attempt=every_attempt, overwrite=overwrite)
+    print_record(f"Export of {opened.name}", {"file": str(file), "rows": rows}, as_json)
+
+
+@app.command()
+def sink(
+    run: RunArgument,
+    to: Annotated[str, typer.Option(help="wandb (offline, unless WANDB_MODE=online) or tensorboard")],
+    follow: Annotated[bool, typer.Option(help="go on until the job ends, or Ctrl-C")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy the steps of a run to Weights & Biases or TensorBoard while it trains. The job does not notice."""
+    from kit.monitor.sinks import copy_metrics
+
+    report = copy_metrics(Run.open(run), to, follow=follow)
+    print_record(f"Sink {to}", report.to_dict(), as_json)
+
+
+@app.command(name="import")
+def import_(
+    log: Annotated[Path, typer.Argument(help="log file of another trainer", metavar="LOG")],
+    format: Annotated[str, typer.Option(help="megatron (Megatron-LM, Megatron-DeepSpeed) or nxdt (NxDT, HLAT)")],
+    out: Annotated[Path, typer.Option(help="new run directory", metavar="RUN")],
+    site: Annotated[str, typer.Option(help="where it ran: a name or a .toml file")],
+    model: Annotated[str | None, typer.Option(help="preset, or a spec.json, where the log does not tell it")] = None,
+    follow: Annotated[bool, typer.Option(help="go on as the log grows")] = False,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
+    from kit.monitor.importers import import_log
+
+    spec = (
+        None if model is None else ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
+    )
+    changes = parse_settings(settings)
+    place = Site.load(site)
+    report = import_log(log, out, format=format, site=place, spec=spec, changes=changes, follow=follow)
+    if as_json:
+        print(json.dumps(report.to_dict()))
+        return
+    skipped = f", {report.skipped_lines} torn lines skipped" if report.skipped_lines else ""
+    console().print(f"{report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}.")
+    for note in report.notes:
+        console().print(Text(f"- {note}"))
+    console().print(Text(f"Watch: kit watch {out}"))
+
+
+def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
+    from kit.monitor.runs import compare_figure
+
+    if missing := [name for name in names if not (folder / name).is_dir()]:
+        raise RunError(f"--compare {missing[0]!r}: no such run below {folder}. `kit runs {folder}` lists them.")
+    figure, table = compare_figure([Run.open(folder / name) for name in names])
+    file = out or folder / "compare.png"
+    figure.savefig(file)
+    plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
+    print(json.dumps(plain) if as_json else file)
+
+
+def _watch(folder: Path, refresh_s: float = 2.0) -> None:
+    from kit.monitor.runs import runs_table
+
+    with Live(console=console(), auto_refresh=False) as live:
+        try:
+            while True:
+                live.update(_drawn(runs_table(folder), live.console.width), refresh=True)
+                time.sleep(refresh_s)
+        except KeyboardInterrupt:
+            pass
+
+
+def _drawn(table: "RunsTable", width: int) -> Table:
+    """Returns the table as far as it fits into `width` characters; its caption names the settings left out."""
+    from kit.monitor.runs import LIVE_COLUMNS, show
+    from kit.monitor.text import COLOURS
+
+    drawn = Table(box=None, header_style="dim", pad_edge=False)
+    texts = {name: [show(name, row.get(name)) for row in table.rows] for name in table.columns}
+    left, hidden, colours = width, [], {str(state): colour for state, colour in COLOURS.items()}
+    for name, cells in texts.items():
+        header = "model" if name == "spec.name" else name.rpartition(".")[2].replace("_", " ")
+        needed = max(map(len, [*header.split(), *cells]))
+        left -= 2 + needed
+        if left < -2 and name not in LIVE_COLUMNS:
+            hidden.append(name)
+        else:
+            side = "left" if name in ("run", "state") else "right"
+            drawn.add_column(header, justify=side, overflow="fold", min_width=min(needed, width // 3))
+    shown = [name for name in texts if name not in hidden]
+    for i, row in enumerate(table.rows):
+        styles = ["", colours.get(row["state"], "")] + [""] * len(shown)
+        drawn.add_row(*(Text(texts[name][i], style=style) for name, style in zip(shown, styles, strict=False)))
+    if not table.rows:
+        drawn.caption = f"no run below {table.folder}"
+    elif hidden:
+        drawn.caption = Text(f"too narrow for {len(hidden)} more settings that differ: {', '.join(hidden)}")
+    return drawn

@@ -1,0 +1,127 @@
+"""Export: the steps of a run as a CSV or Parquet table, with the facts that its derived columns rest on."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.record import ConfigError, suggestion
+from kit.errors import RunError
+from kit.metrics import Metrics
+from kit.monitor.sinks import MetricsFollower, rows_to_metrics
+from kit.run import Run
+
+FORMATS = ("csv", "parquet")
+
+
+def export_table(run: Run, *, every_attempt: bool = False) -> Any:
+    """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest as recorded.
+
+    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the peak is known. Each step is
+    there once, in order, as the newest attempt left it, with total_tokens up to it. A value that was not recorded, and
+    only that, is null: NaN and infinity stay what they are.
+
+    Args:
+        run: which.
+        every_attempt: all lines in the order of the file instead, repeated steps too, without total_tokens.
+
+    Raises:
+        ConfigError: a utilisation above the peak, so that something recorded is wrong.
+    """
+    import pyarrow
+
+    recorded = _recorded(run)
+    kept = recorded if every_attempt else _newest(recorded)
+    metrics = rows_to_metrics(kept, spec=run.spec, plans=run.plans(), site=run.site)
+    names = list(metrics.columns) + sorted({name for row in kept for name in row} - set(metrics.columns))
+    columns = {name: _column([row.get(name) for row in kept]) for name in names}
+    columns |= {name: pyarrow.array(column) for name, column in _derived(metrics, total=not every_attempt).items()}
+    facts = {
+        "run": run.name,
+        "model": run.spec.name,
+        "model_flops_per_token": run.spec.flops_per_token(),
+        "site": run.site.name,
+        "peak_flops_per_s_per_device": run.site.peak_flops_per_s(run.plan.precision),
+        "devices_by_attempt": {str(attempt): plan.num_devices for attempt, plan in run.plans().items()},
+    }
+    return pyarrow.table(columns).replace_schema_metadata({"kit": json.dumps(facts)})
+
+
+def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, overwrite: bool = False) -> int:
+    """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its number of rows.
+
+    Raises:
+        ConfigError: no such format, or as `export_table`.
+        RunError: the file is there and `overwrite` is False, or its folder is not.
+    """
+    if format not in FORMATS:
+        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, FORMATS)}")
+    if file.is_dir() or not file.parent.is_dir():
+        raise RunError(f"{file} cannot be written: give a file in a folder that exists.")
+    if file.exists() and not overwrite:
+        raise RunError(f"{file} exists. Give another --out, or --overwrite.")
+    table = export_table(run, every_attempt=every_attempt)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        temporary = Path(folder) / file.name
+        _write(table, temporary, format)
+        temporary.replace(file)
+    return table.num_rows
+
+
+def _write(table: Any, file: Path, format: str) -> None:
+    if format == "csv":
+        from pyarrow import csv
+
+        csv.write_csv(table, file)
+    else:
+        from pyarrow import parquet
+
+        parquet.write_table(table, file, compression="zstd")
+
+
+def _recorded(run: Run) -> list[dict[str, Any]]:
+    follower, rows = MetricsFollower(run.directory / "metrics.jsonl"), []
+    while True:
+        before = follower.offset
+        rows += follower.read()
+        if follower.offset == before:
+            return rows
+
+
+def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns each step once: a newer attempt's rows replace all that older ones did from its first step on."""
+    first: dict[int, int] = {}
+    for row in rows:
+        first[row["attempt"]] = min(row["step"], first.get(row["attempt"], row["step"]))
+    start_of_newer, bound = {}, float("inf")
+    for attempt in sorted(first, reverse=True):
+        start_of_newer[attempt] = bound
+        bound = min(bound, first[attempt])
+    kept = {row["step"]: row for row in rows if row["step"] < start_of_newer[row["attempt"]]}
+    return [kept[step] for step in sorted(kept)]
+
+
+def _derived(metrics: Metrics, total: bool) -> dict[str, np.ndarray]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        derived = {"tokens_per_s": metrics.tokens_per_s}
+        derived |= {"total_tokens": np.nancumsum(metrics["tokens"]).astype(np.int64)} if total else {}
+        for name, values in (("mfu", metrics.mfu()), ("hfu", metrics.hfu())):
+            derived |= {} if values is None else {name: values}
+    return derived
+
+
+def _column(values: list[Any]) -> Any:
+    """Returns recorded values as an Arrow array: of numbers where all are numbers, else of JSON texts."""
+    import pyarrow
+
+    known = [value for value in values if value is not None]
+    try:
+        if all(isinstance(value, int) and not isinstance(value, bool) for value in known):
+            return pyarrow.array(values, pyarrow.int64())
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+            return pyarrow.array([None if value is None else float(value) for value in values], pyarrow.float64())
+    except (OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
+        pass
+    return pyarrow.array([None if value is None else json.dumps(value) for value in values], pyarrow.string())

@@ -1,0 +1,240 @@
+"""The runs below a folder: a table with the settings that differ, states as they are now, and a figure of up to eight.
+
+Only the end of each `metrics.jsonl` is read, so that a table of long runs is as quick as one of short runs.
+"""
+
+import dataclasses
+import html
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.record import ConfigError
+from cluster.state import JobError
+from kit.errors import RunError
+from kit.monitor.figure import smooth
+from kit.monitor.sinks import parse_row, rows_to_metrics
+from kit.run import Run
+
+MAX_COMPARED = 8
+RECENT_STEPS = 20
+TAIL_BYTES = 64 << 10
+LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
+COLOURS = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78")
+DASHES = ("solid", (0, (5, 2)))
+"""Four colours that hold 5 : 1 on white, twice: runs are told apart by colour and dash, and named at their end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunsTable:
+    """All runs of a folder at one moment: `rows` say everything, `settings` are the columns in which they differ."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    settings: list[str]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns worth showing."""
+        return [*LIVE_COLUMNS, *self.settings]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Returns the rows with the shown columns, the reason of the state and the directory, for JSON."""
+        names = [*self.columns, "reason", "directory"]
+        return [{name: row.get(name) for name in names} for row in self.rows]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        body = "".join(
+            f"<tr title='{html.escape(str(row.get('reason') or ''), quote=True)}'>"
+            + "".join(f"<td>{html.escape(show(name, row.get(name)))}</td>" for name in self.columns)
+            + "</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Returns the run directories below a folder (itself included), by path. Hidden folders are not searched.
+
+    Raises:
+        RunError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder. Give one that holds run directories.")
+    found = []
+    for path, folders, names in os.walk(folder):
+        if "spec.json" in names and "plan.json" in names:
+            found.append(Path(path))
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    return sorted(found)
+
+
+def runs_table(folder: str | Path) -> RunsTable:
+    """Returns the table of all runs below a folder; one that cannot be read is a row that says why.
+
+    Raises:
+        RunError: there is no such folder.
+    """
+    folder = Path(folder).expanduser().resolve()
+    directories = find_runs(folder)
+    rows, settings = [], []
+    for directory in directories:
+        name = str(directory.relative_to(folder)) if directory != folder else directory.name
+        try:
+            run = Run.open(directory)
+            rows.append({"run": name, "directory": str(directory), **live_row(run)})
+            settings.append(_settings(run))
+        except (ConfigError, RunError, OSError, ValueError) as error:  # half-made, damaged, or deleted meanwhile
+            gone = not directory.is_dir()
+            reason = "deleted while it was looked at" if gone else str(error)
+            rows.append({"run": name, "directory": str(directory), "state": "unreadable", "reason": reason})
+            settings.append(None)
+    shown = _differing([values for values in settings if values is not None])
+    for row, values in zip(rows, settings, strict=True):
+        row |= {name: values.get(name) for name in shown} if values else {}
+    return RunsTable(folder=folder, rows=rows, settings=shown)
+
+
+def live_row(run: Run) -> dict[str, Any]:
+    """Returns state, reason, last step and loss, and the median speed of the newest attempt's last steps."""
+    try:
+        status = run.job.status()
+        state, reason = str(status.state), status.reason
+    except JobError:
+        state, reason = "not started", "no job was submitted for it"
+    row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
+    recent = _recent(run)
+    if not recent:
+        return {**row, "step": 0}
+    metrics = rows_to_metrics(recent, spec=run.spec, plans=run.plans(), site=run.site)
+    try:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            mfu = metrics.mfu()
+    except ConfigError as error:
+        mfu, row["reason"] = None, f"{reason}; {error}"
+    last = recent[-1]
+    return {
+        **row,
+        "step": last["step"],
+        "loss": float(metrics["loss"][-1]),
+        "tokens_per_s": _median(metrics.tokens_per_s),
+        "mfu": None if mfu is None else _median(mfu),
+        "attempt": last["attempt"],
+    }
+
+
+def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
+    """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each: step, loss, speed.
+
+    MFU is drawn where the peak of every run is known, else tokens/s. The table's speed has the drawn quantity's name.
+
+    Raises:
+        RunError: no run or more than eight, or two of one name.
+        ConfigError: a utilisation above the peak.
+    """
+    from matplotlib import pyplot as plt
+
+    if not 1 <= len(runs) <= MAX_COMPARED:
+        raise RunError(f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare.")
+    labels = _labels(runs)
+    found = [run.metrics() for run in runs]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        utilisations = [metrics.mfu() for metrics in found]
+        speeds = [metrics.tokens_per_s for metrics in found]
+    speed = "tokens_per_s" if any(values is None for values in utilisations) else "mfu"
+    values = [u if speed == "mfu" and u is not None else s for u, s in zip(utilisations, speeds, strict=True)]
+    table = {
+        label: {"step": metrics["step"], "loss": metrics["loss"], speed: value}
+        for label, metrics, value in zip(labels, found, values, strict=True)
+    }
+    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+        figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
+        left.set_title("Loss, nats per token (average of ~5 steps)")
+        right.set_title("MFU, % of peak" if speed == "mfu" else "Tokens/s (no MFU: a peak is unknown)")
+        for i, (label, columns) in enumerate(table.items()):
+            style = {"color": COLOURS[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
+            left.plot(columns["step"], _smooth_known(columns["loss"]), label=label, **style)
+            right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
+        right.set_ylim(bottom=0)
+        for axis in (left, right):
+            axis.set_xlabel("optimizer step")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)))
+    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
+    return figure, table
+
+
+def show(column: str, value: Any) -> str:
+    """Returns a cell's text."""
+    if value is None:
+        return "–"
+    if column == "loss":
+        return f"{value:.4f}"
+    if column == "mfu":
+        return f"{value:.1%}"
+    if column == "tokens_per_s":
+        return f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _recent(run: Run) -> list[dict[str, Any]]:
+    """Returns the last rows of the newest attempt, in step order, from the end of the file."""
+    try:
+        with (run.directory / "metrics.jsonl").open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return []
+    rows = [row for row in map(parse_row, lines) if row is not None]  # a first line that was cut is none
+    newest = max((row["attempt"] for row in rows), default=0)
+    return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])[-RECENT_STEPS:]
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """Returns every setting by its dotted name."""
+    flat: dict[str, Any] = {"site": run.site.name}
+    for part in ("spec", "plan", "recipe"):
+        flat |= {f"{part}.{name}": value for name, value in getattr(run, part).to_dict().items()}
+    return flat
+
+
+def _differing(settings: list[dict[str, Any]]) -> list[str]:
+    """Returns the names whose value is not the same in all runs; no shape of a model that the model's name tells."""
+    names = [name for name in (settings[0] if settings else ()) if any(s[name] != settings[0][name] for s in settings)]
+    by_model: dict[str, dict[str, Any]] = {}
+    for values in settings:
+        by_model.setdefault(values["spec.name"], values)
+    told = {
+        name
+        for name in names
+        if name.startswith("spec.") and all(s[name] == by_model[s["spec.name"]][name] for s in settings)
+    } - {"spec.name"}
+    return [name for name in names if name not in told and name != "recipe.num_steps"]  # that has its own column
+
+
+def _labels(runs: list[Run]) -> list[str]:
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    paths = [str(run.directory) for run in runs]
+    if len(set(paths)) < len(paths):
+        raise RunError(f"a run cannot be compared with itself: {', '.join(sorted(paths))}. Name each run once.")
+    root = os.path.commonpath(paths)
+    return [os.path.relpath(path, root) for path in paths]
+
+
+def _smooth_known(values: np.ndarray) -> np.ndarray:
+    """Returns the smoothed values, with a gap where a value is not finite instead of nothing from there on."""
+    smoothed, finite = np.full_like(values, np.nan), np.isfinite(values)
+    smoothed[finite] = smooth(values[finite])
+    return smoothed
+
+
+def _median(values: np.ndarray) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else None

@@ -1,0 +1,307 @@
+"""Sinks: followers that copy `metrics.jsonl` to Weights & Biases or TensorBoard, each attempt as a run of its own.
+
+A sink only reads the run directory, from a process of its own, so its failure never reaches the training job. Every
+attempt has its own curve: a resumed run repeats steps, which wandb drops and TensorBoard draws as a zigzag when they
+share one. How far a sink has come is kept beside its files, so it may be ended and started again.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+
+from cluster.record import ConfigError, Record, field_doc, suggestion
+from cluster.site import Site
+from cluster.state import JobError
+from kit.errors import MissingPackageError
+from kit.metrics import COLUMNS, Metrics
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+
+WANDB_MODES = ("offline", "online")
+CHUNK_BYTES = 4 << 20
+NOT_SCALARS = ("step", "attempt", "time")
+
+
+class MetricsFollower:
+    """Reads the lines that are appended to a `metrics.jsonl`, each once, in the order of the file."""
+
+    def __init__(self, file: Path, offset: int = 0) -> None:
+        self.file, self.offset = file, offset
+        self.skipped_lines = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the next complete rows, at most a few MB of them; `offset` stands still where nothing is new.
+
+        A line without its end is left for the next call, foreign lines are counted and skipped, and a file that has
+        become shorter was replaced, so it is read again from its start.
+        """
+        try:
+            with self.file.open("rb") as stream:
+                if os.fstat(stream.fileno()).st_size < self.offset:
+                    self.offset = 0
+                stream.seek(self.offset)
+                data = stream.read(CHUNK_BYTES)
+                if len(data) == CHUNK_BYTES and b"\n" not in data:  # no line of ours is as long
+                    self.skipped_lines, self.offset = self.skipped_lines + 1, self.offset + len(data)
+                    return []
+        except OSError:  # not yet there, or deleted
+            return []
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        rows = [parse_row(line) for line in complete.splitlines()]
+        self.skipped_lines += sum(row is None for row in rows)
+        return [row for row in rows if row is not None]
+
+
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None if it is not one."""
+    try:
+        row = json.loads(line)
+        return {**row, "step": int(row["step"]), "attempt": int(row["attempt"])}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def rows_to_metrics(rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> Metrics:
+    """Returns rows as they are, in their order and with repeated steps, as metrics with their derived speeds."""
+    columns = {name: np.array([_number(row.get(name)) for row in rows], dtype=float) for name in COLUMNS}
+    return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0)
+
+
+def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and holds, mfu and hfu."""
+    try:
+        plans = run.plans()
+    except ConfigError:  # damaged; what was recorded is still worth sending
+        plans = {}
+    metrics = rows_to_metrics(rows, spec=run.spec, plans=plans, site=run.site)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        derived: dict[str, np.ndarray | None] = {"tokens_per_s": metrics.tokens_per_s}
+        for name in ("mfu", "hfu"):
+            try:
+                derived[name] = getattr(metrics, name)()
+            except ConfigError:  # above the peak: `kit status` says what is wrong; no wrong number leaves
+                derived[name] = None
+    found = []
+    for i, row in enumerate(rows):
+        numbers = {name: float(value) for name, value in row.items() if _is_number(value) and name not in NOT_SCALARS}
+        numbers |= {name: float(column[i]) for name, column in derived.items() if column is not None}
+        found.append({name: value for name, value in numbers.items() if name in row or not np.isnan(value)})
+    return found
+
+
+class Sink(Protocol):
+    """Where rows go."""
+
+    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+        """Takes one step of one attempt."""
+        ...
+
+    def close(self) -> None:
+        """Returns once everything is in files, or has been sent."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SinkState(Record):
+    """sink.json: what a sink has copied for good."""
+
+    offset: int = field_doc("bytes of metrics.jsonl that have been copied", default=0)
+    starts: int = field_doc("times that the sink was started", default=0)
+    identity: str = field_doc("distinguishes this run from others of the same name", default="")
+
+
+class TensorBoardSink:
+    """Event files in `RUN/tensorboard/attempt_NN/`, for `tensorboard --logdir RUN/tensorboard`."""
+
+    def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
+        try:  # by name, since what protobuf generates cannot be seen by a type checker
+            self.event = import_module("tensorboard.compat.proto.event_pb2").Event
+            self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+            writers = import_module("tensorboard.summary.writer.event_file_writer")
+        except ImportError as error:
+            raise MissingPackageError("tensorboard", "tensorboard", "The TensorBoard sink") from error
+        self.folder, self.open_writer = folder, writers.EventFileWriter
+        self.writers: dict[int, Any] = {}
+
+    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+        if attempt not in self.writers:
+            self.writers[attempt] = self.open_writer(str(self.folder / f"attempt_{attempt:02d}"))
+        tags = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        event = self.event(wall_time=time_s or time.time(), step=step, summary=self.summary(value=tags))
+        self.writers[attempt].add_event(event)
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+
+
+class WandbSink:
+    """One wandb run per attempt, in a group with the run's name; offline, unless WANDB_MODE says `online`.
+
+    The numbers carry their own `step`, which is the x axis: wandb's inner step only counts lines, so that it never
+    drops one. A sink that is started again opens new wandb runs in the same group (`attempt 1, part 2`), since wandb
+    cannot go on with an offline run.
+    """
+
+    def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
+        self.mode = os.environ.get("WANDB_MODE") or "offline"
+        if self.mode not in WANDB_MODES:
+            raise ConfigError(f"WANDB_MODE: {self.mode!r} is not allowed. {suggestion(self.mode, WANDB_MODES)}")
+        if self.mode == "offline":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read at import; offline, nothing may be sent
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingPackageError("wandb", "wandb", "The wandb sink") from error
+        self.wandb, self.run, self.folder, self.state = wandb, run, folder, state
+        self.attempts: dict[int, Any] = {}
+
+    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+        if attempt not in self.attempts:
+            self.attempts[attempt] = self._open(attempt)
+        wall_time = {} if time_s is None else {"time": time_s}
+        self.attempts[attempt].log({"step": step, "attempt": attempt, **wall_time, **values})
+
+    def close(self) -> None:
+        for attempt in self.attempts.values():
+            attempt.finish()
+
+    def _open(self, attempt: int) -> Any:
+        run, part = self.run, self.state.starts
+        config = {name: getattr(run, name).to_dict() for name in ("spec", "plan", "recipe")}
+        config["plan"] = run.plans().get(attempt, run.plan).to_dict()
+        settings = self.wandb.Settings(
+            console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        opened = self.wandb.init(
+            mode=self.mode,
+            project=os.environ.get("WANDB_PROJECT") or "pretraining",
+            group=f"{run.name}-{self.state.identity}",
+            name=f"{run.name}, attempt {attempt}" + (f", part {part}" if part > 1 else ""),
+            id=f"{self.state.identity}-{attempt:02d}-{part:02d}",
+            dir=str(self.folder),
+            config={**config, "site": run.site.name, "attempt": attempt},
+            reinit="create_new",
+            settings=settings,
+        )
+        opened.define_metric("step", hidden=True)
+        opened.define_metric("*", step_metric="step")
+        return opened
+
+
+SINKS: dict[str, Callable[[Run, Path, SinkState], Sink]] = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SinkReport(Record):
+    """What a sink has done."""
+
+    to: str = field_doc("wandb or tensorboard")
+    folder: str = field_doc("its files")
+    rows: int = field_doc("steps copied by this start of the sink")
+    attempts: tuple[int, ...] = field_doc("attempts they belong to")
+    skipped_lines: int = field_doc("torn or foreign lines")
+    end: str = field_doc("why it ended")
+
+
+def copy_metrics(
+    run: Run, to: str, *, follow: bool = True, poll_s: float = 2.0, idle: Callable[[float], None] = time.sleep
+) -> SinkReport:
+    """Copies the steps of a run to a sink that has not got them yet, and goes on until its job ends.
+
+    Args:
+        run: at any time of its life. It is only read, apart from the sink's own folder `RUN/wandb` or
+            `RUN/tensorboard`.
+        to: `wandb` or `tensorboard`.
+        follow: False copies what is there and returns.
+        poll_s: time between two looks.
+        idle: waits between two looks; a KeyboardInterrupt raised by it ends the copying in good order.
+
+    Raises:
+        ConfigError: no such sink, or WANDB_MODE is neither `offline` nor `online`.
+        MissingPackageError: its package is not installed.
+    """
+    if to not in SINKS:
+        raise ConfigError(f"sink: {to!r} is unknown. {suggestion(to, SINKS)}")
+    folder = run.directory / to
+    state = _start(folder)
+    sink = SINKS[to](run, folder, state)
+    _write_state(folder, state)
+    follower = MetricsFollower(run.directory / "metrics.jsonl", state.offset)
+    copied, attempts, end = 0, set(), "everything is copied"
+    try:
+        while True:
+            final = not follow or _is_over(run)  # before reading, so that what was written before the end is not missed
+            for rows in _new_rows(follower):
+                for row, values in zip(rows, scalars(run, rows), strict=True):
+                    sink.write(row["attempt"], row["step"], _time(row), values)
+                copied, attempts = copied + len(rows), attempts | {row["attempt"] for row in rows}
+            if not run.directory.is_dir():
+                end = f"{run.directory} was deleted"
+                break
+            if final:
+                break
+            idle(poll_s)
+    except KeyboardInterrupt:
+        end = "interrupted; start it again to go on"
+    finally:
+        sink.close()
+    if run.directory.is_dir():  # only now is everything in its files
+        _write_state(folder, state.replace(offset=follower.offset))
+    return SinkReport(
+        to=to, folder=str(folder), rows=copied, attempts=tuple(sorted(attempts)), end=end,
+        skipped_lines=follower.skipped_lines,
+    )  # fmt: skip
+
+
+def _new_rows(follower: MetricsFollower) -> Iterator[list[dict[str, Any]]]:
+    while True:
+        before = follower.offset
+        yield follower.read()
+        if follower.offset == before:
+            return
+
+
+def _start(folder: Path) -> SinkState:
+    """Returns the state of this start: where the last one that ended in order had come to."""
+    try:
+        last = SinkState.read(folder / "sink.json")
+    except ConfigError:  # the first start, or damaged: everything is copied again, nothing is lost
+        last = SinkState(identity=secrets.token_hex(4))
+    return last.replace(starts=last.starts + 1)
+
+
+def _write_state(folder: Path, state: SinkState) -> None:
+    state.write(folder / "sink.json")
+
+
+def _is_over(run: Run) -> bool:
+    try:
+        return run.job.status().state.is_final
+    except (JobError, ConfigError):  # deleted, or never submitted
+        return not run.directory.is_dir()
+
+
+def _time(row: dict[str, Any]) -> float | None:
+    value = _number(row.get("time"))
+    return value if math.isfinite(value) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else float("nan")

@@ -1,0 +1,65 @@
+"""Export to CSV and Parquet, read back with pyarrow."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import csv, parquet
+
+from kit.errors import ConfigError, RunError
+from kit.monitor.export import export, export_table
+from kit.run import Run
+from tests.monitor.test_sinks import run  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_each_step_once_as_the_newest_attempt_left_it(run: Run, tmp_path: Path, format: str) -> None:  # noqa: F811
+    file = tmp_path / f"table.{format}"
+    assert export(run, file, format=format) == 40
+    empty_is_null = csv.ConvertOptions(null_values=[""])  # by default pyarrow reads "nan" as one too
+    table = csv.read_csv(file, convert_options=empty_is_null) if format == "csv" else parquet.read_table(file)
+    assert table["step"].to_pylist() == list(range(1, 41))
+    assert table["attempt"].to_pylist() == [1] * 20 + [2] * 20
+    assert table["total_tokens"].to_pylist()[-1] == 40 * 2048
+    assert np.allclose(table["mfu"].to_numpy(), 4096 * run.spec.flops_per_token() / 1e11)
+    assert math.isnan(table["loss"][4].as_py()) and table["grad_norm"][5].as_py() == math.inf
+
+
+def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run: Run) -> None:  # noqa: F811
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 11, "attempt": 3, "tokens": 2048}\n')
+    assert export_table(run)["step"].to_pylist() == list(range(1, 12))
+
+
+def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n')
+    file = tmp_path / "table.parquet"
+    assert export(run, file, format="parquet", every_attempt=True) == 51
+    table = parquet.read_table(file)
+    assert table["note"].to_pylist()[-1] == json.dumps("an own column") and table["loss"].to_pylist()[-1] is None
+    facts = json.loads(table.schema.metadata[b"kit"])
+    assert facts["model_flops_per_token"] == run.spec.flops_per_token() and facts["devices_by_attempt"] == {
+        "1": 1,
+        "2": 1,
+    }
+
+
+def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    file = tmp_path / "precious.csv"
+    file.write_text("precious")
+    with pytest.raises(RunError, match="exists"):
+        export(run, file, format="csv")
+    with pytest.raises(ConfigError, match="Did you mean 'csv'"):
+        export(run, file, format="cvs", overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="folder that exists"):
+        export(run, tmp_path / "no" / "table.csv", format="csv")
+    assert file.read_text() == "precious" and export(run, file, format="csv", overwrite=True) == 40
+    assert [found.name for found in tmp_path.iterdir() if "precious" in found.name] == ["precious.csv"]
+
+
+def test_run_without_steps_gives_an_empty_table(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    (run.directory / "metrics.jsonl").unlink()
+    assert export(run, tmp_path / "empty.parquet", format="parquet") == 0

@@ -1,0 +1,324 @@
+"""Import of other trainers' logs. Numbers are those of two public Megatron-DeepSpeed logs; lines are built here."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.record import ConfigError
+from cluster.site import Site
+from kit.errors import DataError, RunError
+from kit.monitor import run_figure, status_row, status_table
+from kit.monitor.importers import ImportReport, import_log
+from kit.run import Run
+from kit.spec import ModelSpec
+
+ARGUMENTS = {
+    "bf16": True, "checkpoint_activations": True, "clip_grad": 1.0, "ffn_hidden_size": 57344, "hidden_size": 14336,
+    "log_interval": 1, "lr": 6e-05, "micro_batch_size": 2, "min_lr": 6e-06, "num_attention_heads": 112,
+    "num_layers": 70, "pipeline_model_parallel_size": 8, "seed": 42, "seq_length": 2048,
+    "tensor_model_parallel_size": 8, "world_size": 128, "virtual_pipeline_model_parallel_size": None, "zero_stage": 0,
+}  # fmt: skip
+"""LUMI, 175B on 16 nodes: github.com/spyysalo/lumi-llm-scaling, meg-ds/experiments/175B-scaling-comms."""
+FRONTIER = {
+    **ARGUMENTS, "bf16": False, "fp16": True, "ffn_hidden_size": 49152, "hidden_size": 12288, "micro_batch_size": 1,
+    "num_attention_heads": 96, "num_layers": 96, "pipeline_model_parallel_size": 16, "tensor_model_parallel_size": 4,
+    "zero_stage": 1.0,
+}  # fmt: skip
+"""The run with "149 TFLOPs": github.com/sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a, logs/."""
+
+
+def head(arguments: dict, *, vocabulary: int, engine_micro_batch: int | None = None, label: str = "") -> str:
+    lines = ["------------------------ arguments ------------------------"]
+    lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in arguments.items()]
+    lines += ["-------------------- end of arguments ---------------------"]
+    lines += [f" > padded vocab (size: 50257) with 943 dummy tokens (new size: {vocabulary})"]
+    if engine_micro_batch:
+        config = "[2023-11-10 13:17:25,835] [INFO] [config.py:964:print]   train_micro_batch_size_per_gpu  "
+        lines += [f"{config}{engine_micro_batch}"]
+    return "".join(f"{label}{line}\n" for line in lines)
+
+
+def line(
+    step: int, seconds: float, *, batch: int = 1024, total: int = 143066, loss: str = "6.071495E+01",
+    milliseconds: bool = False, tflops: float = 67.05,
+) -> str:  # fmt: skip
+    elapsed = f"(ms): {1000 * seconds:.1f}" if milliseconds else f"(s): {seconds:.2f}"
+    return (
+        f" iteration {step:8d}/{total:8d} | consumed samples: {step * batch:12d} | elapsed time per iteration {elapsed}"
+        f" | learning rate: 8.388E-08 | global batch size: {batch:5d} | lm loss: {loss} | loss scale: 1.0 | "
+        f"grad norm: 23.702 | number of skipped iterations:   0 | number of nan iterations:   0 | "
+        f"samples per second: {batch / seconds:.3f} | TFLOPs: {tflops:.2f} |\n"
+    )
+
+
+def lumi(steps: range = range(1, 5)) -> str:
+    return head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2, label="  0: ") + "".join(
+        "127: " + line(step, 346.65) for step in steps
+    )
+
+
+def frontier(engine_micro_batch: int | None = 4) -> str:
+    body = "".join(line(step, 196.5, batch=1280, total=5, milliseconds=True, tflops=149.46) for step in range(1, 6))
+    return (
+        head(FRONTIER, vocabulary=50688, engine_micro_batch=engine_micro_batch) + body + "[after training is done] \n"
+    )
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "train.log"
+
+
+def megatron(log: Path, site: str = "lumi", **options) -> tuple[ImportReport, Run]:
+    out = log.parent / "run"
+    report = import_log(log, out, format="megatron", site=Site.load(site), **options)
+    return report, Run.open(out)
+
+
+def test_lumi_log_gives_model_layout_and_the_published_utilisation(log: Path) -> None:
+    log.write_text(lumi())
+    report, run = megatron(log)
+    assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
+    plan = run.plan
+    assert (plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel, plan.recompute) == (8, 8, 2, "full")
+    assert run.spec.num_params == pytest.approx(173.4e9, rel=1e-3) and run.recipe.num_steps == 143066
+    mfu, hfu = run.metrics().mfu(), run.metrics().hfu()
+    assert mfu is not None and hfu is not None
+    assert hfu[-1] * 191.5 == pytest.approx(67.0, abs=0.3), "what the log prints is HFU"
+    assert mfu[-1] == pytest.approx(0.263, abs=0.001)
+
+
+def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(log: Path) -> None:
+    log.write_text(frontier())
+    report, run = megatron(log, "frontier")
+    assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
+    hfu = run.metrics().hfu()
+    assert hfu is not None and hfu[-1] * 191.5 == pytest.approx(37.4, abs=0.3), "not 149"
+    assert any("DeepSpeed counted 4" in note and "1/4" in note for note in report.notes)
+    assert any("prints 149.5 TFLOP/s" in note for note in report.notes)
+
+
+def test_steps_faster_than_matrix_products_are_refused_and_can_be_put_right(log: Path) -> None:
+    log.write_text(frontier(engine_micro_batch=None))  # the log does not show DeepSpeed's configuration
+    with pytest.raises(ConfigError, match=r"149\.\d TFLOP/s on each of 128 devices is more than the 125\.0"):
+        megatron(log, "frontier")
+    assert not (log.parent / "run").exists(), "nothing was written"
+    _, run = megatron(log, "frontier", changes={"plan": {"global_batch_size": 320}})
+    assert set(run.metrics()["tokens"]) == {320 * 2048}
+
+
+def test_views_work_on_an_imported_run(log: Path) -> None:
+    log.write_text(frontier())
+    _, run = megatron(log, "frontier")
+    row = status_row(run)
+    assert (row["state"], row["step"], row["num_steps"]) == ("done", 5, 5) and "imported" in row["reason"]
+    assert status_table(run) and len(run_figure(run)[1]["step"]) == 5
+    assert "149.46" in run.job.logs()
+
+
+def test_log_that_stopped_is_running_while_fresh_and_stalled_when_old(log: Path) -> None:
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(line(step, 346.0) for step in range(1, 5)))
+    assert status_row(megatron(log)[1])["state"] == "running"
+    os.utime(log, (1.7e9, 1.7e9))
+    _, run = megatron(log)
+    assert status_row(run)["state"] == "stalled"
+    assert run.metrics()["time"].tolist() == [1.7e9 - 346 * i for i in (3, 2, 1, 0)], "back from its last change"
+
+
+def test_time_stamps_of_lines_are_used(log: Path) -> None:
+    stamped = "".join(f" [2025-04-13 23:4{step}:12]" + line(step, 50.0, tflops=400) for step in range(1, 4))
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + stamped)
+    small = {"num_layers": 2}  # so that 50 s are believable
+    times = megatron(log, changes={"spec": small})[1].metrics()["time"]
+    assert (times[1:] - times[:-1]).tolist() == [60.0, 60.0]
+
+
+def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> None:
+    start = head(ARGUMENTS, vocabulary=51200)
+    log.write_text(
+        start + "".join(line(s, 346.0) for s in (1, 2, 3, 3, 4)) + start + "".join(line(s, 350.0) for s in (3, 4, 5))
+    )
+    report, run = megatron(log)
+    assert (report.attempts, report.steps) == (2, 7)
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == [1, 2, 3, 4, 5] and metrics["attempt"].tolist() == [1, 1, 2, 2, 2]
+    assert sorted(run.plans()) == [1, 2]
+
+
+def test_restart_without_arguments_is_seen_by_its_repeated_steps(log: Path) -> None:
+    steps = [line(step, 346.0) for step in (1, 2, 3)] + [line(step, 350.0) for step in (2, 3)]
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(steps))
+    report, run = megatron(log)
+    assert report.attempts == 2 and run.metrics()["attempt"].tolist() == [1, 2, 2]
+
+
+def test_torn_mixed_reordered_and_foreign_lines(log: Path) -> None:
+    torn, mixed = line(3, 346.0)[:120] + "\n", line(4, 346.0)[:90] + line(5, 346.0)
+    body = (
+        line(1, 346.0)
+        + "srun: error: node died\n\x00\xff\n"
+        + torn
+        + mixed
+        + line(7, 346.0)
+        + line(6, 346.0)
+        + line(8, 346.0)[:-9]
+    )
+    log.write_bytes((head(ARGUMENTS, vocabulary=51200) + body).encode("latin-1"))
+    report, run = megatron(log)
+    assert run.metrics()["step"].tolist() == [1, 6, 7] and report.attempts == 1
+    assert report.skipped_lines == 2, "the last line has no end yet and is not counted"
+
+
+def test_nan_loss_and_skipped_steps_are_kept_as_they_are(log: Path) -> None:
+    no_loss = line(2, 346.0).replace(" lm loss: 6.071495E+01 |", "")
+    log.write_text(
+        head(ARGUMENTS, vocabulary=51200) + line(1, 346.0, loss="nan") + no_loss + line(3, 346.0, loss="inf")
+    )
+    report, run = megatron(log)
+    losses = run.metrics()["loss"]
+    assert report.attempts == 1, "the same line twice, though NaN is not equal to NaN"
+    assert math.isnan(losses[0]) and math.isnan(losses[1]) and math.isinf(losses[2])
+
+
+def test_line_for_several_steps_counts_for_each_of_them(log: Path) -> None:
+    arguments = {**ARGUMENTS, "log_interval": 10}
+    log.write_text(head(arguments, vocabulary=51200) + "".join(line(step, 346.0) for step in (10, 20, 50)))
+    report, run = megatron(log)
+    assert run.metrics()["step"].tolist() == [*range(1, 21), *range(41, 51)], "a gap stays a gap"
+    assert any("one line stands for 10 steps" in note for note in report.notes)
+
+
+def test_validation_loss_belongs_to_its_step(log: Path) -> None:
+    said = " validation loss at iteration 2 | lm loss value: 1.111471E+01 | lm loss PPL: 6.715179E+04 | \n"
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + line(1, 346.0) + line(2, 346.0) + said + line(3, 346.0))
+    metrics = megatron(log)[1].metrics()
+    assert metrics["validation_loss"][1] == pytest.approx(11.11471) and math.isnan(metrics["validation_loss"][2])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error", "message"),
+    [
+        ("hello\nworld\n", {}, DataError, "none of its 2 lines tells of a step as a megatron log does"),
+        (line(1, 346.0), {}, ConfigError, "does not tell num_layers, hidden_size"),
+        (line(1, 346.0), {"spec": ModelSpec.preset("gpt-175b")}, ConfigError, "does not tell tensor_parallel"),
+        (lumi(), {"format": "megatorn"}, ConfigError, "Did you mean 'megatron'"),
+        (lumi(), {"changes": {"plan": {"tensr": 2}}}, ConfigError, "tensr"),
+    ],
+)
+def test_mistakes_are_told_and_nothing_is_written(
+    log: Path, text: str, options: dict, error: type, message: str
+) -> None:
+    log.write_text(text)
+    with pytest.raises(error, match=message):
+        import_log(log, log.parent / "run", **{"format": "megatron", "site": Site.load("lumi"), **options})
+    assert not (log.parent / "run").exists()
+
+
+def test_missing_log_and_a_directory_of_someone_else(log: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        megatron(log)
+    log.write_text(lumi())
+    (log.parent / "run").mkdir()
+    (log.parent / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(RunError, match="was not imported from"):
+        megatron(log)
+    assert [file.name for file in (log.parent / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_follow_records_what_the_log_gains_until_training_is_done(log: Path) -> None:
+    text = frontier().splitlines(keepends=True)
+    first = next(i for i, found in enumerate(text) if " iteration " in found)
+    log.write_text("".join(text[: first + 1]))
+    parts = iter(["".join(text[first + 1 : first + 2])[:50], "".join(text[first + 1 :])])
+
+    def grow(_: float) -> None:
+        with log.open("a") as stream:  # the second part repeats the start of a line whose first half is there already
+            part = next(parts)
+            stream.write(part if len(part) == 50 else part[50:])
+
+    report, run = megatron(log, "frontier", follow=True, idle=grow)
+    assert (report.steps, report.skipped_lines) == (5, 0) and run.metrics()["step"].tolist() == [1, 2, 3, 4, 5]
+    assert status_row(run)["state"] == "done"
+
+
+@pytest.mark.parametrize("deleted", ["log", "run"])
+def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None:
+    log.write_text(lumi())
+    out = log.parent / "run"
+    report = import_log(
+        log, out, format="megatron", site=Site.load("lumi"), follow=True,
+        idle=lambda _: log.unlink() if deleted == "log" else shutil.rmtree(out),
+    )  # fmt: skip
+    assert report.steps == 4 and out.exists() == (deleted == "log")
+
+
+BARS = "\r".join(
+    f"Epoch 0:   0%|          | {step}/301501 [{clock}<1573:03:24, 18.79s/it, loss=7.75, v_num=3-16, "
+    f"reduced_train_loss={loss}, lr=0.0003, global_step={step - 1}.0, consumed_samples={128 * (step - 1)}.0, "
+    f"throughput=7.11, gradient_norm=1.95e+3]"
+    for step, clock, loss in (
+        (189, "59:12", "7.560"), (190, "59:30", "7.560"), (190, "59:30", "7.560"), (191, "59:48", "7.910"),
+        (192, "1:00:06", "nan"),
+    )
+)  # fmt: skip
+"""As in the AWS Neuron documentation, NxDT pre-training tutorial; redrawn on one line, the last without an end."""
+LAYOUT = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 4}
+
+
+def nxdt(log: Path, plan: dict, **options) -> tuple[ImportReport, Run]:
+    spec, site, out = ModelSpec.preset("hlat-7b"), Site.load("trn1.32xlarge"), log.parent / "run"
+    report = import_log(log, out, format="nxdt", site=site, spec=spec, changes={"plan": plan, **options})
+    return report, Run.open(out)
+
+
+def test_nxdt_progress_bar_gives_steps_batch_and_times_from_its_clock(log: Path) -> None:
+    log.write_text("junk\n" + BARS)
+    report, run = nxdt(log, LAYOUT)
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == [189, 190, 191, 192] and report.attempts == 1
+    assert run.plan.global_batch_size == 128 and run.plan.precision == "bf16"
+    assert metrics["step_time_s"].tolist() == [18.0] * 4 and metrics["grad_norm"][0] == 1950
+    assert math.isnan(metrics["loss"][-1]) and run.recipe.num_steps == 301501
+    assert any("defaults" in note for note in report.notes)
+
+
+def test_nxdt_batch_that_contradicts_the_log_is_refused(log: Path) -> None:
+    log.write_text(BARS)
+    with pytest.raises(ConfigError, match="256 sequences, but consumed_samples grows by 128"):
+        nxdt(log, {**LAYOUT, "global_batch_size": 256})
+
+
+def test_nxdt_steps_beyond_the_bars_precision_come_from_its_count(log: Path) -> None:
+    log.write_text(
+        "".join(
+            f"Epoch 0:  50%|xx| {step}/301501 [{clock}<1:00, 18.79s/it, reduced_train_loss={loss}, global_step=1.5e+5, "
+            f"consumed_samples=1.92e+7]\n"
+            for step, clock, loss in ((150101, "10:00", 2.1), (150102, "10:30", 2.2))
+        )
+    )
+    _, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
+    assert run.metrics()["step"].tolist() == [150101, 150102]
+
+
+def test_hlat_lines_with_norms_and_a_torn_one(log: Path) -> None:
+    said = [
+        f"[0]:LOG Wed Dec 21 00:12:{second} 2022 - (0, {step}) step_loss : {11.25 - step:.4f} learning_rate : 2.80e-06 "
+        f"throughput : 6497.86 param_norm : 12.5 grad-norm : 3.25\n"
+        for step, second in ((1, "05"), (2, "30"), (3, "55"))
+    ]
+    log.write_text("".join(said) + said[0][:90] + "\n")
+    report, run = nxdt(log, {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024}, recipe={"num_steps": 500})
+    metrics = run.metrics()
+    assert metrics["step_time_s"].tolist() == [25.0] * 3 and metrics["grad_norm"].tolist() == [3.25] * 3
+    assert run.recipe.num_steps == 500 and report.skipped_lines == 1
+    assert any("prints 6.5e+03 sequences/s, but clock and batch make 41" in note for note in report.notes)
+
+
+def test_report_is_kept_beside_the_run(log: Path) -> None:
+    log.write_text(lumi())
+    report, run = megatron(log)
+    assert json.loads((run.directory / "import.json").read_text()) == report.to_dict()

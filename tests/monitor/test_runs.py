@@ -1,0 +1,140 @@
+"""The table of runs below a folder, and the figure that compares them."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cluster
+from cluster.job import JobSpec
+from cluster.site import Site
+from cluster.state import JobState, update_state
+from kit.errors import RunError
+from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+LAPTOP = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
+
+
+def make(directory: Path, *, steps: int = 40, step_time_s: float = 0.5, spec: ModelSpec | None = None, **plan) -> Run:
+    """Returns a run with recorded steps and no job."""
+    run = Run.create(
+        directory,
+        spec=spec or ModelSpec.preset("demo"),
+        plan=Plan(**{"global_batch_size": 8, **plan}),
+        recipe=Recipe(data="data", num_steps=80),
+        site=LAPTOP,
+    )
+    run.plan.write(run.directory / "plan.attempt_01.json")
+    rows = [
+        {"step": step, "attempt": 1, "time": 1e9 + step, "step_time_s": step_time_s, "tokens": 2048,
+         "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def submit(run: Run, *argv: str) -> cluster.Job:
+    return cluster.local.submit(JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1))
+
+
+def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path) -> None:
+    make(tmp_path / "new", data_parallel=2)
+    submit(make(tmp_path / "group" / "done"), "true").wait(20)
+    submit(make(tmp_path / "group" / "failed"), "false").wait(20)
+    remote = make(tmp_path / "remote", micro_batch_size=2)
+    (remote.directory / "job.json").write_text(
+        JobSpec(name="r", run_dir=str(remote.directory), argv=("x",), num_processes=1).to_json()
+    )
+    update_state(remote.directory, attempt=1, state=JobState.RUNNING, step=40, heartbeat=time.time() - 300)
+    table = runs_table(tmp_path)
+    states = {row["run"]: row["state"] for row in table.rows}
+    assert states == {"group/done": "done", "group/failed": "failed", "new": "not started", "remote": "stalled"}
+    assert table.settings == ["plan.data_parallel", "plan.micro_batch_size"]
+    new = next(row for row in table.to_dicts() if row["run"] == "new")
+    assert (new["step"], new["num_steps"], new["plan.data_parallel"]) == (40, 80, 2)
+    assert new["loss"] == pytest.approx(6.0) and new["tokens_per_s"] == pytest.approx(4096) and 0 < new["mfu"] < 1
+
+
+def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    make(tmp_path / "b", spec=ModelSpec.preset("gpt2-xl"))
+    assert runs_table(tmp_path).settings == ["spec.name"]
+    make(tmp_path / "c", spec=ModelSpec.preset("demo").replace(num_layers=2))  # the same name, another shape
+    assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
+
+
+def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "good")
+    make(tmp_path / "damaged").directory.joinpath("plan.json").write_text('{"tensor_par')
+    make(tmp_path / "metrics").directory.joinpath("metrics.jsonl").write_bytes(
+        b'\xff\x00{"step": 1}\n[1]\n{"step": Infi'
+    )
+    make(tmp_path / "half").directory.joinpath("recipe.json").unlink()
+    gone = tmp_path / "gone"
+    monkeypatch.setattr("kit.monitor.runs.find_runs", lambda folder: [*find_runs(folder), gone])
+    rows = {row["run"]: row for row in runs_table(tmp_path).rows}
+    assert rows["damaged"]["state"] == "unreadable" and "not valid JSON" in rows["damaged"]["reason"]
+    assert rows["half"]["state"] == "unreadable" and "recipe.json" in rows["half"]["reason"]
+    assert rows["gone"]["reason"] == "deleted while it was looked at"
+    assert rows["metrics"]["step"] == 0 and rows["good"]["step"] == 40
+    assert "unreadable" in runs_table(tmp_path)._repr_html_()
+
+
+def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=1, step_time_s=1e-9)
+    row = runs_table(tmp_path).rows[0]
+    assert row["mfu"] is None and "above the peak" in row["reason"]
+    (run.directory / "metrics.jsonl").write_text(
+        '{"step": 1, "attempt": 1, "loss": NaN, "tokens": 2048, "step_time_s": 0.5}\n'
+    )
+    row = runs_table(tmp_path).rows[0]
+    assert math.isnan(row["loss"]) and row["tokens_per_s"] == 4096
+
+
+def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", steps=5000)
+    file = run.directory / "metrics.jsonl"
+    assert file.stat().st_size > 5 * TAIL_BYTES
+    with file.open("a") as stream:
+        stream.write('{"step": 4001, "attempt": 2, "loss": 1.5, "tokens": 2048, "step_time_s": 1.0}\n{"step": 4002, "a')
+    row = runs_table(tmp_path).rows[0]
+    assert (row["step"], row["attempt"], row["loss"], row["tokens_per_s"]) == (4001, 2, 1.5, 2048)
+
+
+def test_page_escapes_names(tmp_path: Path) -> None:
+    make(tmp_path / "a <b> run")
+    page = runs_table(tmp_path)._repr_html_()
+    assert "a &lt;b&gt; run" in page and "<b> run" not in page
+
+
+def test_folder_without_runs_is_an_empty_table_and_no_folder_is_an_error(tmp_path: Path) -> None:
+    assert runs_table(tmp_path).rows == []
+    with pytest.raises(RunError, match="is not a folder"):
+        runs_table(tmp_path / "none")
+
+
+def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
+    runs = [make(tmp_path / f"run{i}", steps=10 + i) for i in range(8)]
+    file = runs[0].directory / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"loss": 7.75', '"loss": NaN'))
+    figure, table = compare_figure(runs)
+    left, right = figure.axes
+    assert len(left.lines) == len(right.lines) == len(table) == 8
+    looks = {(line.get_color(), str(line.get_linestyle())) for line in left.lines}
+    assert len(looks) == 8, "each run by colour and dash"
+    drawn = np.asarray(left.lines[0].get_ydata())
+    assert np.isnan(drawn[4]) and np.isfinite(drawn[5:]).all()
+    with pytest.raises(RunError, match="9 runs cannot be compared"):
+        compare_figure([*runs, runs[0]])
+    with pytest.raises(RunError, match="with itself"):
+        compare_figure([runs[0], runs[0]])

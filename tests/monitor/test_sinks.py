@@ -1,0 +1,210 @@
+"""Sinks: real wandb offline files and real TensorBoard event files, read back with their own packages."""
+
+import json
+import math
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cluster
+from cluster.job import JobSpec
+from cluster.site import Site
+from cluster.state import JobState
+from kit.errors import ConfigError, MissingPackageError
+from kit.monitor.sinks import MetricsFollower, copy_metrics
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+STEPS = {1: range(1, 31), 2: range(21, 41)}
+"""Attempt 2 repeats steps 21 to 30."""
+
+
+def _row(step: int, attempt: int, **values: object) -> dict:
+    return {
+        "step": step, "attempt": attempt, "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048,
+        "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8, **values,
+    }  # fmt: skip
+
+
+def _lines(rows: list[dict]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run of two attempts, with a NaN and an infinite value, a torn and a foreign line."""
+    run = Run.create(
+        tmp_path / "a run",
+        spec=ModelSpec.preset("demo"),
+        plan=Plan(global_batch_size=8),
+        recipe=Recipe(data="data", num_steps=80),
+        site=Site.load("laptop").with_measured_peak("fp32", 1e11, "test"),
+    )
+    for attempt in STEPS:
+        run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    rows = [_row(step, attempt) for attempt, steps in STEPS.items() for step in steps]
+    rows[4]["loss"], rows[5]["grad_norm"] = math.nan, math.inf
+    text = (
+        _lines(rows[:30])
+        + '{"step": 31, "att\nsrun: error: foreign\n{"step": Infinity, "attempt": 1}\n'
+        + _lines(rows[30:])
+    )
+    (run.directory / "metrics.jsonl").write_text(text)
+    return run
+
+
+def _wandb_history(folder: Path) -> dict[str, list[dict]]:
+    """Returns the rows of each wandb run, read from its offline file with wandb's own protocol."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = {}
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        rows = []
+        for data in _records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                rows.append(
+                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                )
+        runs[file.stem] = rows
+    return runs
+
+
+def _records(data: bytes) -> list[bytes]:
+    """Returns the records of a LevelDB log, the container of wandb's files: blocks of 32 KiB after 7 bytes."""
+    found, part, position = [], b"", 7
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        part += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(part)
+            part = b""
+    return found
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wandb setting of the user, and no way out of this machine."""
+    for name in ("WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    connect = socket.socket.connect
+
+    def refuse(self: socket.socket, address: object) -> None:
+        if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a connection to {address}")
+        connect(self, address)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def test_wandb_keeps_every_step_of_every_attempt(run: Run, offline: None) -> None:
+    pytest.importorskip("wandb")
+    report = copy_metrics(run, "wandb", follow=False)
+    assert (report.rows, report.attempts, report.skipped_lines) == (50, (1, 2), 3)
+    first, second = _wandb_history(run.directory / "wandb").values()
+    assert [row["step"] for row in first] == list(STEPS[1]) and [row["step"] for row in second] == list(STEPS[2])
+    assert [row["_step"] for row in second] == list(range(20)), "wandb's own step only counts, so it drops nothing"
+    assert math.isnan(first[4]["loss"]) and first[5]["grad_norm"] == math.inf
+    assert first[0]["tokens_per_s"] == pytest.approx(4096) and first[0]["mfu"] < first[0]["hfu"] + 1e-12
+
+
+def test_wandb_sink_started_again_sends_the_rest_as_a_second_part(run: Run, offline: None) -> None:
+    pytest.importorskip("wandb")
+    copy_metrics(run, "wandb", follow=False)
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(_lines([_row(41, 2), _row(42, 2)]) + '{"step": 43')
+    assert copy_metrics(run, "wandb", follow=False).rows == 2
+    history = _wandb_history(run.directory / "wandb")
+    assert sorted(len(rows) for rows in history.values()) == [2, 20, 30] and len(history) == 3
+
+
+def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    with pytest.raises(ConfigError, match="Did you mean 'online'"):
+        copy_metrics(run, "wandb", follow=False)
+    assert not (run.directory / "wandb").exists()
+
+
+def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    copy_metrics(run, "tensorboard", follow=False)
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(_lines([_row(41, 2, validation_loss=6.0)]))
+    assert copy_metrics(run, "tensorboard", follow=False).rows == 1
+    for attempt, steps in STEPS.items():
+        events = EventAccumulator(str(run.directory / "tensorboard" / f"attempt_{attempt:02d}"), {"scalars": 0})
+        events.Reload()
+        loss = events.Scalars("loss")
+        assert [event.step for event in loss] == [*steps, *([41] if attempt == 2 else [])]
+        assert loss[0].value == pytest.approx(8 - steps[0] / 20) and loss[0].wall_time == 1e9 + steps[0]
+        assert {"grad_norm", "learning_rate", "tokens_per_s", "mfu", "hfu"} <= set(events.Tags()["scalars"])
+    assert [event.value for event in events.Scalars("validation_loss")] == [6.0]
+
+
+def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
+    pytest.importorskip("tensorboard")
+    spec = JobSpec(name="live", run_dir=str(run.directory), argv=("sleep", "1.5"), num_processes=1)
+    job, added = cluster.local.submit(spec), iter(range(41, 1000))
+
+    def train(_: float) -> None:
+        time.sleep(0.2)
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            stream.write(_lines([_row(next(added), 2)]))
+
+    report = copy_metrics(run, "tensorboard", idle=train)
+    assert job.status().state == JobState.DONE and report.end == "everything is copied"
+    assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
+
+
+def test_missing_package_is_one_sentence_and_starts_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(MissingPackageError, match=r"pip install -e '\.\[tensorboard\]'"):
+        copy_metrics(run, "tensorboard", follow=False)
+    assert not (run.directory / "tensorboard").exists()
+
+
+# TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the same.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("to", ["wandb", "tensorboard"])
+def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(run: Run, to: str, offline: None) -> None:
+    import shutil
+
+    pytest.importorskip(to)
+    (run.directory / "job.json").write_text("{}")  # damaged: its state cannot be told, so the sink goes on
+    report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
+    assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()
+
+
+def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(file)
+    assert follower.read() == []
+    line = _lines([_row(1, 1)])
+    file.write_text(line[:20])
+    assert follower.read() == [] and follower.offset == 0
+    file.write_text(line + _lines([_row(2, 1)]))
+    assert [row["step"] for row in follower.read()] == [1, 2]
+    file.write_text(_lines([_row(7, 2)]))
+    assert [row["step"] for row in follower.read()] == [7] and follower.skipped_lines == 0
+
+
+def test_line_without_end_neither_fills_memory_nor_stops_the_follower(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"x" * (9 << 20) + b"\n" + _lines([_row(1, 1)]).encode())
+    follower, rows = MetricsFollower(file), []
+    for _ in range(5):
+        rows += follower.read()
+    assert [row["step"] for row in rows] == [1] and follower.skipped_lines >= 1
