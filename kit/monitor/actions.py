@@ -1,0 +1,99 @@
+"""Actions: what the dashboard's buttons do to a run, and what became of it: asked at, done at.
+
+Each is also a file or a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit resume DIR`.
+"""
+
+import dataclasses
+import threading
+import time
+from typing import Any, Literal, get_args
+
+from cluster.job import JobStatus
+from cluster.state import JobError, asked_at
+from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.run import Run
+
+Name = Literal["checkpoint", "stop", "cancel", "resume"]
+NAMES: tuple[Name, ...] = get_args(Name)
+
+
+@dataclasses.dataclass
+class Progress:
+    """One request: unix times, and how it went."""
+
+    asked_at: float
+    attempt: int
+    checkpoint: int | None
+    taken_at: float | None = None
+    done_at: float | None = None
+    note: str = ""
+
+
+class Actions:
+    """Carries out requests without waiting for them, and follows each to its end."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._progress: dict[Name, Progress] = {}
+
+    def start(self, name: str, status: JobStatus) -> None:
+        """Asks for one action; returns at once. Where it is refused or unknown, `report` says why.
+
+        Args:
+            name: one of NAMES.
+            status: of now.
+        """
+        if name not in NAMES:
+            return
+        progress = self._progress[name] = self._new(status)
+        # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold up the kernel.
+        threading.Thread(target=self._carry_out, args=(name, progress), name=f"kit-{name}", daemon=True).start()
+
+    def allowed(self, status: JobStatus) -> list[str]:
+        """Returns the actions that make sense for a job in this state."""
+        if not status.state.is_final:
+            return ["checkpoint", "stop", "cancel"]
+        finished = max(self.run.checkpoints.steps(), default=0) >= self.run.recipe.num_steps
+        return [] if finished else ["resume"]
+
+    def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
+        """Returns by name what was asked, also by others through the run directory, and what became of it."""
+        for name in ("checkpoint", "stop"):
+            waiting = asked_at(self.run.directory, name)
+            known = self._progress.get(name)
+            if waiting is not None and (known is None or known.done_at):
+                self._progress[name] = self._new(status, waiting)
+            elif (
+                waiting is None and known and not known.taken_at and not known.note and time.time() > known.asked_at + 1
+            ):
+                known.taken_at = time.time()
+        for name, progress in self._progress.items():
+            if progress.done_at is None and (note := self._outcome(name, progress, status)):
+                progress.done_at, progress.note = time.time(), note
+        return {name: dataclasses.asdict(progress) for name, progress in self._progress.items()}
+
+    def _new(self, status: JobStatus, when: float | None = None) -> Progress:
+        newest = max(self.run.checkpoints.steps(), default=None)
+        return Progress(asked_at=when or time.time(), attempt=status.attempt, checkpoint=newest)
+
+    def _carry_out(self, name: Name, progress: Progress) -> None:
+        try:
+            if name == "resume":
+                from kit.launcher import resume
+
+                resume(self.run.directory)
+            else:
+                getattr(self.run.job, name)()
+        except (JobError, RunError, CheckpointError, ConfigError, DataError, OSError) as error:
+            progress.done_at, progress.note = time.time(), f"refused: {error}"
+
+    def _outcome(self, name: Name, progress: Progress, status: JobStatus) -> str | None:
+        """Returns how an action has ended, or None while it goes on."""
+        if name == "resume":
+            return f"attempt {status.attempt} started" if status.attempt > progress.attempt else None
+        newest = max(self.run.checkpoints.steps(), default=None)
+        if name == "checkpoint" and newest is not None and newest > (progress.checkpoint or -1):
+            return f"saved at step {newest:,}"
+        if status.state.is_final or status.attempt > progress.attempt:
+            return "the job has ended" if name != "checkpoint" else "the job ended first"
+        return None

@@ -1,0 +1,265 @@
+"""Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
+
+Rules: a loss or gradient norm that is not finite, at once; a loss above the median of the 300 steps before by more than
+12 median absolute deviations; no step for a long time; MFU that falls, is low, or cannot be true; a slow rank; memory
+and disk that run out; an overdue checkpoint; a job that failed or was lost.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cluster.job import JobStatus
+from cluster.record import ConfigError, Record, field_doc
+from cluster.state import JobState
+from kit.checkpoint import BYTES_PER_PARAM
+from kit.monitor.columns import Columns
+from kit.monitor.curves import Curves
+from kit.monitor.ranks import RankTimes
+from kit.run import Run
+
+SPIKE_MADS, SPIKE_WINDOW, SPIKE_BLOCK = 12.0, 300, 50
+STALL_S, STALL_STEPS = 15.0, 5.0
+MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
+STRAGGLER = 1.15
+MEMORY_FULL = 0.92
+CHECKPOINT_LATE = 1.5
+ROWS_PER_LOOK = 50_000  # a long history is gone through in several looks, none of which takes long
+SAME_WITHIN_STEPS, SAME_WITHIN_S = 50, 600.0
+
+Level = Literal["warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alert(Record):
+    """One line for people, with where to look."""
+
+    kind: str = field_doc("nan, spike, stall, mfu, straggler, memory, disk, checkpoint or job")
+    level: Level = field_doc("how bad")
+    message: str = field_doc("what happened, in numbers")
+    attempt: int = field_doc("of the run")
+    step: int = field_doc("where to look")
+    time: float = field_doc("unix time: of the step where one is to blame, else of the look")
+
+    def is_same(self, other: "Alert") -> bool:
+        """Whether both tell of the same event, so that one of them is enough."""
+        if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
+            return False
+        if self.kind in ("nan", "spike"):
+            return abs(self.step - other.step) <= SAME_WITHIN_STEPS
+        return abs(self.time - other.time) <= SAME_WITHIN_S
+
+
+class AlertLog:
+    """The alerts of a run, oldest first; several watchers may write, each event is listed once."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.alerts = file, []
+        self._position = 0
+        self.read()
+
+    def read(self) -> list[Alert]:
+        """Takes over what others have written since the last time, and returns all alerts."""
+        try:
+            with self.file.open("rb") as stream:
+                if stream.seek(0, os.SEEK_END) < self._position:
+                    self._position, self.alerts = 0, []
+                stream.seek(self._position)
+                text = stream.read()
+        except OSError:
+            return self.alerts
+        whole = text[: text.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            try:
+                self._take(Alert.from_json(line.decode()))
+            except (ConfigError, UnicodeDecodeError, RecursionError):  # torn, or of another version
+                continue
+        return self.alerts
+
+    def add(self, alerts: list[Alert]) -> list[Alert]:
+        """Writes those that are new, and returns them; where that is not possible, only the record is lost."""
+        if not alerts:
+            return []
+        self.read()
+        new = [alert for alert in alerts if self._take(alert)]
+        lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
+        try:
+            if new:
+                with self.file.open("ab") as stream:  # one write, so that lines of two watchers never mix
+                    stream.write(lines)
+        except OSError:
+            pass
+        return new
+
+    def _take(self, alert: Alert) -> bool:
+        if any(alert.is_same(known) for known in self.alerts):
+            return False
+        self.alerts.append(alert)
+        return True
+
+
+class Watchman:
+    """Looks at a run now and then and tells what is new. One per viewer; it only reads, except for the alert log."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.log = AlertLog(run.directory / "alerts.jsonl")
+        self._checked_rows, self._revision = 0, -1
+        self._rows, self._rows_since = -1, time.monotonic()
+        self._device_memory = run.site.device.memory_bytes
+
+    def look(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
+        """Returns the alerts that are new, after writing them to the run directory."""
+        found = [*self._at_steps(columns), *self._now(columns, curves, status, ranks)]
+        return self.log.add(found)
+
+    def _at_steps(self, columns: Columns) -> Iterator[Alert]:
+        if columns.revision != self._revision:
+            self._revision, self._checked_rows = columns.revision, 0
+        start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
+        if start == end:
+            return
+        self._checked_rows = end
+        for row in not_finite(columns, start, end):
+            name = "grad_norm" if np.isfinite(columns["loss"][row]) else "loss"
+            yield _at(columns, row, "nan", "error", f"{name.replace('_', ' ')} is not finite")
+        for row, median in spikes(columns["loss"][:end], start):
+            loss = columns["loss"][row]
+            yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {median:.3g})")
+
+    def _now(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> Iterator[Alert]:
+        step = int(columns["step"][-1]) if len(columns) else 0
+
+        def alert(kind: str, level: Level, message: str) -> Alert:
+            return Alert(kind=kind, level=level, message=message, attempt=status.attempt, step=step, time=time.time())
+
+        if status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED):
+            yield alert("job", "error", f"job {status.state}: {status.reason}")
+        if status.state is not JobState.RUNNING:
+            self._rows_since = time.monotonic()
+            return
+        checks = (self._stall(columns), self._mfu(curves), self._straggler(ranks), self._memory(columns),
+                  self._disk(), self._checkpoint(columns, status.attempt, step))  # fmt: skip
+        for kind, level, message in filter(None, checks):
+            yield alert(kind, level, message)
+
+    def _stall(self, columns: Columns) -> tuple[str, Level, str] | None:
+        """Judges by this host's own clock, since another host's may differ."""
+        if len(columns) != self._rows:
+            self._rows, self._rows_since = len(columns), time.monotonic()
+        if len(columns) < 5:
+            return None  # the first steps compile
+        median = (
+            float(np.nanmedian(columns["step_time_s"][-50:])) if np.isfinite(columns["step_time_s"][-50:]).any() else 0
+        )
+        silent = time.monotonic() - self._rows_since
+        if silent <= max(STALL_S, STALL_STEPS * median):
+            return None
+        return "stall", "warning", f"no step for {silent:.0f} s, where one takes {median:.3g} s"
+
+    def _mfu(self, curves: Curves) -> tuple[str, Level, str] | None:
+        recent = _finite(curves["mfu"][-MFU_STEPS:])
+        if not len(recent):
+            return None
+        now, before = float(np.median(recent)), _finite(curves["mfu"][-20_000:])
+        if now > 1:
+            return "mfu", "error", (f"MFU {now:.0%} is above the peak: tokens per step, step time, number of "
+                                    f"devices, or the peak of site {self.run.site.name!r} is wrong")  # fmt: skip
+        if now > MFU_DOUBTFUL:
+            return "mfu", "warning", f"MFU {now:.0%} is higher than real runs reach; check the site's peak"
+        if len(before) >= 2 * MFU_STEPS and now < MFU_FALL * float(np.median(before)):
+            return "mfu", "warning", f"MFU fell to {now:.1%}, from {np.median(before):.1%}"
+        if len(before) >= 2 * MFU_STEPS and now < MFU_LOW and self.run.site.scheduler != "local":
+            return "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
+        return None
+
+    def _straggler(self, ranks: RankTimes) -> tuple[str, Level, str] | None:
+        slowest = ranks.slowest()
+        return ("straggler", "warning", str(slowest)) if slowest and slowest.ratio > STRAGGLER else None
+
+    def _memory(self, columns: Columns) -> tuple[str, Level, str] | None:
+        if self._device_memory is None or not len(columns):
+            return None
+        used = columns["memory_bytes"][-1] / self._device_memory.value
+        if not used > MEMORY_FULL:
+            return None
+        return "memory", "warning", f"{used:.0%} of {self._device_memory.value / 2**30:.0f} GiB device memory is in use"
+
+    def _disk(self) -> tuple[str, Level, str] | None:
+        try:
+            free = shutil.disk_usage(self.run.directory).free
+        except OSError:
+            return None
+        checkpoint = BYTES_PER_PARAM * self.run.spec.num_params
+        if free > 2.1 * checkpoint:
+            return None
+        level: Level = "error" if free < 1.05 * checkpoint else "warning"
+        return "disk", level, f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
+
+    def _checkpoint(self, columns: Columns, attempt: int, step: int) -> tuple[str, Level, str] | None:
+        every = self.run.recipe.checkpoint_every
+        if every is None or attempt not in columns.first_steps:
+            return None
+        newest = max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
+        if step - newest <= CHECKPOINT_LATE * every:
+            return None
+        return (
+            "checkpoint",
+            "warning",
+            f"the last checkpoint is {step - newest:,} steps old, one is due every {every:,}",
+        )
+
+
+def not_finite(columns: Columns, start: int, end: int) -> np.ndarray:
+    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient norms begins.
+
+    A series that has never been finite was not logged, unless the loss of a step with a duration is the one missing.
+    """
+    was_step = np.isfinite(columns["step_time_s"])
+    bad = ~np.isfinite(columns["loss"]) & was_step
+    known = np.flatnonzero(np.isfinite(columns["grad_norm"]))
+    if len(known):
+        bad[known[0] :] |= ~np.isfinite(columns["grad_norm"][known[0] :]) & was_step[known[0] :]
+    begins = bad & ~np.append(False, bad[:-1])
+    return start + np.flatnonzero(begins[start:end])
+
+
+def spikes(loss: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
+    """Returns (row, median before) of the losses, from row `start`, that stand out above those before.
+
+    Each block of 50 rows is judged by the 300 rows before the block, so that the answer does not depend on how the rows
+    came in, and a spike does not raise its own bar.
+    """
+    found = []
+    for first in range(max(1, start // SPIKE_BLOCK), -(-len(loss) // SPIKE_BLOCK)):
+        block = first * SPIKE_BLOCK
+        before = _finite(loss[max(0, block - SPIKE_WINDOW) : block])
+        if not len(before):
+            continue
+        median = float(np.median(before))
+        deviation = max(float(np.median(np.abs(before - median))), 1e-3 * abs(median))
+        rows = np.arange(max(start, block), min(len(loss), block + SPIKE_BLOCK))
+        found += [
+            (int(row), median) for row in rows[np.isfinite(loss[rows]) & (loss[rows] - median > SPIKE_MADS * deviation)]
+        ]
+    return found
+
+
+def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Alert:
+    values: dict[str, Any] = {name: columns[name][row] for name in ("attempt", "step", "time")}
+    when = float(values["time"]) if np.isfinite(values["time"]) else time.time()
+    return Alert(
+        kind=kind, level=level, message=message, attempt=int(values["attempt"]), step=int(values["step"]), time=when
+    )
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]

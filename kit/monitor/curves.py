@@ -1,0 +1,196 @@
+"""Curves: what a run's dashboard draws, derived from its columns, with an exact average and a window per pixel.
+
+Everything grows by the new rows only, so that a tick costs the same at a thousand steps and at a million.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kit.monitor.columns import Columns
+
+AXES = ("step", "tokens", "time")
+SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
+SCHEDULED = ("learning_rate", "memory_bytes")
+"""Not noise: an average of these would only lag behind."""
+OTHERS = ("tokens", "time", "validation_loss")
+BLOCK = 64
+
+
+class Curves:
+    """The series of a run over step, tokens seen and elapsed seconds, with exponential moving averages.
+
+    Args:
+        columns: read by someone else; `update` takes over what is new.
+        utilisation: returns MFU per token/s of an attempt, NaN for an unknown peak.
+        smoothing: weight of the past in the average, from 0 (none) to below 1.
+    """
+
+    def __init__(self, columns: Columns, utilisation: Callable[[int], float], smoothing: float = 0.9) -> None:
+        self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
+        self._revision = columns.revision
+        self._values = {name: Growing() for name in (*SERIES, *OTHERS)}
+        self._averages: dict[str, Average] = {}
+
+    def __len__(self) -> int:
+        return len(self._values["loss"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns["step"][: len(self)] if name == "step" else self._values[name].array
+
+    def update(self) -> None:
+        """Takes over the rows that are new in the columns; all of them where older ones have changed."""
+        if self.columns.revision != self._revision:
+            self._revision = self.columns.revision
+            self._averages.clear()
+            for values in self._values.values():
+                values.clear()
+        new = slice(len(self), len(self.columns))
+        if new.start == new.stop:
+            return
+        columns = self.columns
+        with np.errstate(divide="ignore", invalid="ignore"):
+            speed = columns["tokens"][new] / columns["step_time_s"][new]
+        speed[~np.isfinite(speed)] = np.nan
+        derived = {"tokens_per_s": speed, "mfu": speed * self._factors(columns["attempt"][new])}
+        for name in (*SERIES, "validation_loss"):
+            self._values[name].extend(derived[name] if name in derived else columns[name][new])
+        tokens, time = self._values["tokens"], self._values["time"]
+        tokens.extend((tokens.last or 0.0) + np.cumsum(np.nan_to_num(columns["tokens"][new])))
+        elapsed = columns["time"][new] - columns["time"][0]
+        # A clock that was set back must not make time run backwards.
+        time.extend(np.fmax.accumulate(np.append(time.last or 0.0, elapsed))[1:])
+
+    def average(self, name: str) -> np.ndarray:
+        """Returns the average of a series over all its steps, not of what is drawn, at the smoothing of now."""
+        average = self._averages.get(name)
+        if average is None or average.smoothing != self.smoothing:
+            average = self._averages[name] = Average(self.smoothing)
+        return average.update(self[name])
+
+    def window(
+        self, names: tuple[str, ...], *, axis: str, width: int, start: float | None, end: float | None, log: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns x of each pixel that has data, [n], and min, max and average of each series there, [3 x names, n].
+
+        Args:
+            names: of SERIES.
+            axis: one of AXES.
+            width: pixels.
+            start, end: part of the axis to show (default: all).
+            log: pixels are even steps of log x.
+        """
+        x = self[axis]
+        edges = pixel_edges(x, width, start, end, log)
+        if len(edges) < 2:
+            return np.empty(0), np.empty((3 * len(names), 0))
+        last = edges[1:] - 1
+        centre = {name: self[name] if name in SCHEDULED else self.average(name) for name in names}
+        rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
+        return x[last], np.stack(rows)
+
+    def _factors(self, attempts: np.ndarray) -> np.ndarray:
+        numbers, index = np.unique(attempts, return_inverse=True)
+        return np.array([self.utilisation(int(number)) for number in numbers])[index]
+
+
+class Growing:
+    """A float64 array that grows at its end."""
+
+    def __init__(self) -> None:
+        self._data, self._length = np.empty(1024), 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def array(self) -> np.ndarray:
+        return self._data[: self._length]
+
+    @property
+    def last(self) -> float | None:
+        return float(self._data[self._length - 1]) if self._length else None
+
+    def extend(self, values: np.ndarray) -> None:
+        needed = self._length + len(values)
+        if needed > len(self._data):
+            larger = np.empty(max(needed, 2 * len(self._data)))
+            larger[: self._length] = self.array
+            self._data = larger
+        self._data[self._length : needed] = values
+        self._length = needed
+
+    def clear(self) -> None:
+        self._length = 0
+
+
+class Average:
+    """Exponential moving average that starts unbiased: sum(w**age y) / sum(w**age) over all finite y so far.
+
+    A value that is not finite leaves the average where it was; before the first finite one it is NaN.
+    """
+
+    def __init__(self, smoothing: float) -> None:
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1.")
+        self.smoothing = smoothing
+        self._result, self._total, self._weight = Growing(), 0.0, 0.0
+
+    def update(self, values: np.ndarray) -> np.ndarray:
+        """Returns the average at each of `values`, of which those seen before must not have changed."""
+        new = values[len(self._result) :]
+        if len(new):
+            finite = np.isfinite(new)
+            # Only finite values move the average, so the recurrence runs over them alone.
+            totals = np.append(self._total, discounted_sum(new[finite], self.smoothing, self._total))
+            weights = np.append(self._weight, discounted_sum(np.ones(finite.sum()), self.smoothing, self._weight))
+            with np.errstate(invalid="ignore"):
+                self._result.extend((totals / weights)[np.cumsum(finite)])
+            self._total, self._weight = float(totals[-1]), float(weights[-1])
+        return self._result.array
+
+
+def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:
+    """Returns s with s[i] = decay s[i-1] + values[i] and s[-1] = `start`, exactly, without a loop over values.
+
+    Blocks are summed by one matrix product; what each hands to the next is the same recurrence, a block shorter.
+    """
+    powers = decay ** np.arange(BLOCK + 1)
+    lags = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
+    inside = np.where(lags >= 0, powers[np.abs(lags)], 0.0)
+    if len(values) <= BLOCK:
+        size = len(values)
+        return inside[:size, :size] @ values + start * powers[1 : size + 1]
+    blocks = np.zeros(-(-len(values) // BLOCK) * BLOCK)
+    blocks[: len(values)] = values
+    local = blocks.reshape(-1, BLOCK) @ inside.T
+    carried = np.append(start, discounted_sum(local[:-1, -1], float(powers[BLOCK]), start))
+    local += carried[:, None] * powers[1:]
+    return local.reshape(-1)[: len(values)]
+
+
+def pixel_edges(x: np.ndarray, width: int, start: float | None, end: float | None, log: bool) -> np.ndarray:
+    """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without rows are left out.
+
+    One row on either side of the part that is shown is included, so that lines reach the border.
+    """
+    if not len(x):
+        return np.zeros(0, dtype=np.intp)
+    first = 0 if start is None else max(0, int(np.searchsorted(x, start)) - 1)
+    if log:
+        first = max(first, int(np.searchsorted(x, 0, side="right")))  # what a logarithmic axis cannot show
+    last = len(x) if end is None else min(len(x), int(np.searchsorted(x, end, side="right")) + 1)
+    if first >= last:
+        return np.zeros(0, dtype=np.intp)
+    if last - first <= 2 * width:
+        return np.arange(first, last + 1, dtype=np.intp)
+    space = np.geomspace if log else np.linspace
+    grid = space(x[first], x[last - 1], width + 1)
+    edges = first + np.searchsorted(x[first:last], grid[1:-1])
+    return np.unique(np.concatenate([[first], edges, [last]])).astype(np.intp)
+
+
+def envelope(values: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the least and the largest finite value between edges, NaN where there is none."""
+    part = values[: edges[-1]]
+    return np.fmin.reduceat(part, edges[:-1]), np.fmax.reduceat(part, edges[:-1])

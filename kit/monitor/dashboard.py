@@ -1,0 +1,272 @@
+"""Dashboard: everything that a view of a run shows, computed from the run directory. Knows nothing of widgets.
+
+Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks for state, ranks and alerts about once a
+second and may wait for a scheduler. Both may be called from several threads.
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cluster.job import read_status
+from cluster.state import log_path, read_exit, read_state
+from kit.errors import ConfigError, RunError
+from kit.metrics import Metrics
+from kit.monitor import logs
+from kit.monitor.actions import Actions
+from kit.monitor.alerts import Watchman
+from kit.monitor.columns import Columns
+from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
+from kit.monitor.ranks import RankTimes
+from kit.run import Run
+
+MAX_WIDTH = 2400
+ALERTS_SHOWN = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """What a viewer looks at."""
+
+    axis: str = "step"
+    start: float | None = None
+    end: float | None = None
+    width: int = 600
+    log_x: bool = False
+    request: int = 0
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> "View":
+        """Returns the view that a browser asks for; what it asks wrongly is left at its default."""
+
+        def number(name: str) -> float | None:
+            value = message.get(name)
+            return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+        axis = message.get("axis")
+        start, end = number("start"), number("end")
+        if start is not None and end is not None and not start < end:
+            start = end = None
+        return cls(
+            axis=axis if axis in AXES else "step", start=start, end=end,
+            width=int(min(max(number("width") or 600, 100), MAX_WIDTH)),
+            log_x=bool(message.get("log_x")), request=int(number("request") or 0),
+        )  # fmt: skip
+
+
+class Dashboard:
+    """A run as it is watched.
+
+    Args:
+        run: at any time of its life.
+        baselines: other runs, drawn as dashed curves, and losses in nats per token, drawn as dashed lines.
+        smoothing: weight of the past in the averages, from 0 to below 1.
+    """
+
+    def __init__(
+        self, run: Run, *, baselines: Mapping[str, "Run | float"] | None = None, smoothing: float = 0.9
+    ) -> None:
+        self.run = run
+        self.lock = threading.RLock()
+        self.columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
+        self.curves = Curves(self.columns, lambda attempt: mfu_per_token_rate(self.run, attempt), smoothing)
+        self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
+        self.others = {name: _finished(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
+        self.watchman, self.actions = Watchman(run), Actions(run)
+        self.ranks = RankTimes(run.directory, run.plan.num_devices)
+        self.status = read_status(run.directory)
+        self.log_rank, self.log_search = 0, ""
+        self._last_row = time.monotonic()
+
+    def read(self) -> bool:
+        """Takes over new steps, a few MiB at most; returns whether there is more to read."""
+        with self.lock:
+            before = self.columns.position
+            more = self.columns.poll()
+            self.curves.update()
+            if self.columns.position != before:
+                self._last_row = time.monotonic()
+            if not more:
+                self.columns.save_cache()
+            return more
+
+    def look(self) -> None:
+        """Takes over the state of the job, its ranks and its alerts."""
+        status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
+        if status.attempt != self.status.attempt:
+            self._reopen()
+        self.ranks.look(status.attempt)
+        with self.lock:
+            self.status = status
+            self.watchman.look(self.columns, self.curves, status, self.ranks)
+
+    def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
+        """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows (float32, [rows, n]).
+
+        Rows: min, max and average of each of SERIES; held-out loss; average loss of each baseline run.
+        """
+        with self.lock:
+            x, rows = self.curves.window(
+                SERIES, axis=view.axis, width=view.width, start=view.start, end=view.end, log=view.log_x
+            )
+            for other in self.others.values():
+                other.smoothing = self.curves.smoothing
+            extra = [self._held_out(view, len(x)), *(_at(other, view.axis, x) for other in self.others.values())]
+            description = {
+                "request": view.request, "series": SERIES, "others": list(self.others), "levels": self.levels,
+                "n": len(x), "axis": view.axis, "log_x": view.log_x, "zoomed": view.start is not None,
+                "attempts": self._attempts(view.axis), "rows": len(self.columns), "smoothing": self.curves.smoothing,
+            }  # fmt: skip
+        return description, x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes()
+
+    def facts(self) -> dict[str, Any]:
+        """Returns state, numbers of the last step, and progress of requests, as plain values for JSON."""
+        with self.lock:
+            run, status = self.run, self.status
+            process = (state := read_state(run.directory)) and state.process
+            return {
+                "name": run.name, "directory": str(run.directory), "state": str(status.state), "reason": status.reason,
+                "final": status.state.is_final, "attempt": status.attempt, "host": process.host if process else None,
+                "devices": run.plan.num_devices, "checkpoints": run.checkpoints.steps()[-3:],
+                "allowed": self.actions.allowed(status), "actions": self.actions.report(status),
+                "quiet_s": time.monotonic() - self._last_row if len(self.columns) else None, "now": time.time(),
+                "skipped_lines": self.columns.skipped_lines, "num_steps": run.recipe.num_steps,
+                "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None, "stages": self._stages(),
+                "ranks": self.ranks.num_ranks, "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
+                **self._last_step(),
+            }  # fmt: skip
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Returns the newest alerts, newest first."""
+        with self.lock:
+            return [alert.to_dict() for alert in self.watchman.log.alerts[-ALERTS_SHOWN:]][::-1]
+
+    def heat(self) -> bytes:
+        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8, [rank, sample]."""
+        relative = self.ranks.relative
+        with np.errstate(invalid="ignore"):
+            scaled = np.clip((relative - 0.8) / 0.6 * 254, 0, 254)
+        return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
+
+    def log(self) -> str:
+        """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
+        file = log_path(self.run.directory, self.status.attempt, self.log_rank)
+        text = logs.search(file, self.log_search) if self.log_search else logs.tail(file)
+        report = read_exit(self.run.directory) if self.status.exit_code else None
+        if report and not text and not self.log_search:
+            return report.log_tail
+        return text
+
+    def _last_step(self) -> dict[str, Any]:
+        if not len(self.columns):
+            return {"step": 0}
+        columns, curves, plan = self.columns, self.curves, self.run.plan
+        recent = slice(-20, None)
+        step_time, mfu = _median(columns["step_time_s"][recent]), _median(curves["mfu"][recent])
+        speed, steps = _median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
+        left = max(0, steps - int(columns["step"][-1]))
+        hardware = self.run.spec.hardware_flops_per_token(plan.recompute) / self.run.spec.flops_per_token()
+        memory, price = self.run.site.device.memory_bytes, self.run.site.price_per_node_hour
+        hours = float(np.nansum(columns["step_time_s"])) / 3600
+        nodes = max(1, math.ceil(plan.num_devices / self.run.site.devices_per_node))
+        return {
+            "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
+            "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
+            "tokens": int(curves["tokens"][-1]), "tokens_left": _plain(columns["tokens"][-1] * left),
+            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": None if mfu is None else mfu * hardware,
+            "eta_s": left * step_time if step_time is not None and not self.status.state.is_final else None,
+            "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
+            "cost": None if price is None else {"value": hours * nodes * price.value, "note": str(price)},
+            "formula": self._formula(),
+        }  # fmt: skip
+
+    def _formula(self) -> str:
+        spec, plan, site = self.run.spec, self.run.plan, self.run.site
+        peak = site.peak_flops_per_s(plan.precision)
+        if peak is None:
+            return f"No MFU: site {site.name!r} has no {plan.precision} peak. Measure one with: kit bench-site"
+        fact = site.device.peak_flops_per_s.get(plan.precision)
+        source = f" ({fact.source})" if fact else ""
+        return (
+            f"MFU = tokens/s x model FLOPs per token / (devices x peak).  Model FLOPs per token "
+            f"{spec.flops_per_token():.4g}: 6 per weight of the matrix products + 12 x layers x hidden x sequence "
+            f"length.  Peak {peak / 1e12:.4g} TFLOP/s, {plan.precision}, per device{source}.  "
+            f"HFU also counts recomputation ({plan.recompute})."
+        )
+
+    def _attempts(self, axis: str) -> list[dict[str, float]]:
+        steps, x = self.columns["step"], self.curves[axis]
+        if not len(x):
+            return []
+        starts = {attempt: int(np.searchsorted(steps, first)) for attempt, first in self.columns.first_steps.items()}
+        return [{"attempt": attempt, "x": float(x[min(row, len(x) - 1)])} for attempt, row in sorted(starts.items())]
+
+    def _held_out(self, view: View, n: int) -> np.ndarray:
+        values = self.curves["validation_loss"]
+        edges = pixel_edges(self.curves[view.axis], view.width, view.start, view.end, view.log_x)
+        if not n:
+            return np.empty(0)
+        return np.fmax.reduceat(values[: edges[-1]], edges[:-1])
+
+    def _stages(self) -> list[float | None]:
+        """Returns the mean relative step time of each pipeline stage; its ranks follow one another."""
+        stages, relative = self.run.plan.pipeline_parallel, self.ranks.relative[:, -10:]
+        if stages < 2 or not relative.size:
+            return []
+        return [_mean(part) for part in np.array_split(relative, stages)]
+
+    def _reopen(self) -> None:
+        """A new attempt may have another plan and more steps to do."""
+        try:
+            run = Run.open(self.run.directory)
+        except (ConfigError, RunError):  # removed while watched: the last picture stays
+            return
+        with self.lock:
+            self.run = self.actions.run = self.watchman.run = run
+            self.ranks = RankTimes(run.directory, run.plan.num_devices)
+
+
+def mfu_per_token_rate(run: Run, attempt: int) -> float:
+    """Returns the MFU of one token per second, NaN for an unknown peak: utilisation is proportional to speed."""
+    try:
+        plan = run.plans().get(attempt, run.plan)
+    except ConfigError:  # written this moment, or damaged
+        plan = run.plan
+    second = {"attempt": np.array([attempt]), "tokens": np.ones(1), "step_time_s": np.ones(1), "step": np.ones(1)}
+    one = Metrics(columns=second, spec=run.spec, plans={attempt: plan}, site=run.site, skipped_lines=0).mfu()
+    return math.nan if one is None else float(one[0])
+
+
+def _finished(run: Run) -> Curves:
+    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin").read_all()
+    curves = Curves(columns, lambda attempt: math.nan)
+    curves.update()
+    return curves
+
+
+def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+    """Returns the average loss of another run at the same step, tokens or time; NaN where it was not."""
+    average = other.average("loss")
+    known = np.isfinite(average)
+    if not known.any():
+        return np.full(len(x), np.nan)
+    return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
+
+
+def _plain(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _median(values: np.ndarray) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
+
+def _mean(values: np.ndarray) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else None

@@ -1,0 +1,560 @@
+// The dashboard's front end: draws what the kernel sends, asks the kernel for everything else.
+// One module, no imports: uPlot (an IIFE that defines `uPlot`) is put before it when it is bundled.
+
+// name, title, colours (light, dark), format, whether the "log y" button applies
+const PANES = [
+  ["loss", "Loss, nats per token (○ held out)", "#0072B2", "#56B4E9", (v) => v.toFixed(3), true],
+  ["mfu", "MFU, % of peak", "#007A5A", "#2BCB9A", (v) => (100 * v).toFixed(1) + " %", false],
+  ["tokens_per_s", "Tokens per second", "#9A4A78", "#E08FC0", short, false],
+  ["grad_norm", "Gradient norm", "#B34D00", "#FF9A52", (v) => v.toPrecision(3), true],
+  ["learning_rate", "Learning rate", "#0072B2", "#56B4E9", (v) => v.toExponential(2), false],
+  ["memory_bytes", "Memory of rank 0", "#007A5A", "#2BCB9A", bytes, false],
+];
+const LARGE = 2; // the first panes are drawn larger
+const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏" };
+const ACTIONS = [
+  ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
+  ["stop", "Stop after step", "Save a checkpoint at the next step and end", true],
+  ["cancel", "Stop now", "End the job at once, without a checkpoint", true],
+  ["resume", "Resume", "Start the job again from its last checkpoint", false],
+];
+const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
+const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
+
+function short(v) {
+  if (v == null || !isFinite(v)) return "–";
+  const a = Math.abs(v);
+  for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
+    if (a >= size) return +(v / size).toPrecision(3) + unit;
+  return String(+v.toPrecision(3));
+}
+function bytes(v) { return v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(3) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB"; }
+function whole(v) { return v == null ? "–" : Math.round(v).toLocaleString("en"); }
+function duration(s) {
+  if (s == null || !isFinite(s)) return "–";
+  const d = Math.floor(s / 86400), h = Math.floor((s % 86400) / 3600), m = Math.floor((s % 3600) / 60);
+  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? (m < 10 ? `${m} min ${Math.floor(s % 60)} s` : `${m} min`) : `${s < 10 ? +s.toFixed(1) : Math.floor(s)} s`;
+}
+function clock(t) { return new Date(1000 * t).toTimeString().slice(0, 8); }
+function axisValue(axis, v) { return axis === "time" ? duration(v) : axis === "tokens" ? short(v) : whole(v); }
+
+function make(tag, className, parent, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text != null) element.textContent = text;
+  if (parent) parent.appendChild(element);
+  return element;
+}
+
+function isDark(element) {
+  for (let e = element; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor.match(/[\d.]+/g);
+    if (c && (c.length < 4 || +c[3] > 0.5)) return 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] < 128;
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+// Tick positions: 1-2-5 per decade where a logarithmic axis spans some, even steps otherwise.
+function splits(low, high, log, most) {
+  if (!(high > low)) return [low];
+  if (log && low > 0 && high / low > 8) {
+    for (const digits of [[1, 2, 5], [1, 3], [1]]) {
+      const found = [];
+      for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e++)
+        for (const d of digits) { const v = d * 10 ** e; if (v >= low && v <= high) found.push(v); }
+      if (found.length <= most || digits.length === 1) return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
+    }
+  }
+  const raw = (high - low) / most, size = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((d) => d * size).find((s) => s >= raw * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+
+// Which held-out losses to draw as circles: not so many that they hide the curve.
+function apart(u, index) {
+  const found = [];
+  let last = -Infinity;
+  u.data[index].forEach((v, i) => {
+    if (v == null) return;
+    const at = u.valToPos(u.data[0][i], "x");
+    if (at - last >= 14) { found.push(i); last = at; }
+  });
+  return found;
+}
+
+// The kernel's window: x in float64, then the rows in float32; NaN becomes null, which the chart draws as a gap.
+function unpack(view, n) {
+  if (!view || !view.byteLength || !n) return null;
+  const buffer = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+  const rows = [Array.from(new Float64Array(buffer, 0, n))];
+  for (let at = 8 * n; at < buffer.byteLength; at += 4 * n)
+    rows.push(Array.from(new Float32Array(buffer, at, n), (v) => (isFinite(v) ? v : null)));
+  return rows;
+}
+
+function lastOf(values) {
+  for (let i = values.length - 1; i >= 0; i--) if (values[i] != null) return values[i];
+  return null;
+}
+
+function render({ model, el }) {
+  const root = make("section", "kit-monitor", el);
+  root.setAttribute("aria-label", "training run");
+  const view = { axis: "step", start: null, end: null, log_x: false, request: 0 };
+  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false };
+  const hidden = make("style", "", root); // the picture for readers without a kernel
+  const sync = uPlot.sync("kit" + Math.random());
+  const send = (content) => model.send(content);
+
+  // --- head: name, state, what the kernel is doing
+  const head = make("header", "kit-head", root);
+  const name = make("strong", "kit-name", head);
+  const badge = make("span", "kit-badge", head);
+  badge.setAttribute("role", "status");
+  const reason = make("span", "kit-muted kit-reason", head);
+  const notice = make("span", "kit-notice", head);
+  notice.setAttribute("role", "status");
+
+  const progress = make("div", "kit-progress", root);
+  progress.setAttribute("role", "progressbar");
+  progress.setAttribute("aria-label", "steps done");
+  const bar = make("div", "", progress);
+
+  // --- tiles
+  const tiles = make("div", "kit-tiles", root), tile = {};
+  const formula = make("p", "kit-note", root);
+  formula.hidden = true;
+  for (const [key, label] of [["loss", "Loss"], ["mfu", "MFU"], ["speed", "Tokens/s"], ["step", "Step"], ["tokens", "Tokens seen"],
+    ["left", "Tokens left"], ["eta", "Time left"], ["grad", "Gradient norm"], ["memory", "Memory"], ["cost", "Cost so far"]]) {
+    const box = make(key === "mfu" ? "button" : "div", "kit-tile", tiles);
+    make("span", "kit-label", box, label);
+    tile[key] = make("span", "kit-value", box, "–");
+    tile[key].box = box;
+    tile[key].small = make("span", "kit-small", box);
+  }
+  const mfuBox = tile.mfu.box;
+  mfuBox.type = "button";
+  mfuBox.setAttribute("aria-expanded", "false");
+  mfuBox.onclick = () => { formula.hidden = !formula.hidden; mfuBox.setAttribute("aria-expanded", String(!formula.hidden)); };
+
+  // --- alerts
+  const alerts = make("ul", "kit-alerts", root);
+  alerts.setAttribute("role", "log");
+  alerts.setAttribute("aria-live", "polite");
+  alerts.setAttribute("aria-label", "alerts");
+  let allAlerts = false;
+
+  // --- controls
+  const tools = make("div", "kit-tools", root);
+  const chooser = (label, options, change) => {
+    const wrap = make("label", "kit-choice", tools, label + " ");
+    const select = make("select", "", wrap);
+    select.setAttribute("aria-label", label + " axis");
+    for (const [value, text] of options) { const o = make("option", "", select, text); o.value = value; }
+    select.onchange = () => change(select.value);
+    return select;
+  };
+  const toggle = (text, title, pressed, change) => {
+    const button = make("button", "kit-button", tools, text);
+    button.type = "button";
+    button.title = title;
+    button.setAttribute("aria-pressed", String(pressed));
+    button.onclick = () => { const on = button.getAttribute("aria-pressed") !== "true"; button.setAttribute("aria-pressed", String(on)); change(on); };
+    return button;
+  };
+  const axisChoice = chooser("x", Object.entries(AXIS_NAMES), (v) => { view.axis = v; zoom(null, null); });
+  toggle("log x", "Logarithmic x axis", false, (on) => { view.log_x = on; ask(); });
+  toggle("log y", "Logarithmic loss and gradient norm", true, (on) => { state.logY = on; build(); });
+  const slide = make("label", "kit-choice", tools, "Smoothing ");
+  const slider = make("input", "", slide);
+  Object.assign(slider, { type: "range", min: 0, max: 1, step: 0.005 });
+  const slideValue = make("output", "kit-number", slide);
+  const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // fine near 1, where it matters
+  const showWeight = () => { slideValue.textContent = weight().toFixed(3); };
+  let slideTimer;
+  slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { send({ type: "smoothing", value: weight() }); expect(); }, 120); };
+  const full = make("button", "kit-button", tools, "Whole run");
+  full.type = "button";
+  full.title = "Show the whole run (Esc)";
+  full.onclick = () => zoom(null, null);
+  const acts = make("span", "kit-acts", tools);
+  const buttons = {};
+  for (const [action, text, title, dangerous] of ACTIONS) {
+    const button = (buttons[action] = make("button", "kit-button" + (dangerous ? " kit-danger" : ""), acts, text));
+    button.type = "button";
+    button.title = title;
+    let armed = null;
+    const disarm = () => { clearTimeout(armed); armed = null; button.textContent = text; };
+    button.onclick = () => {
+      if (dangerous && !armed) { button.textContent = "Really " + text.toLowerCase() + "?"; armed = setTimeout(disarm, 4000); return; }
+      disarm();
+      state.asked[action] = Date.now();
+      send({ type: "action", name: action });
+      expect();
+      showActions();
+    };
+  }
+  const history = make("div", "kit-muted kit-history", root);
+  history.setAttribute("role", "status");
+
+  // --- charts
+  const grid = make("div", "kit-grid", root);
+  const hosts = PANES.map(([key, title], i) => {
+    const figure = make("figure", "kit-figure" + (i < LARGE ? " kit-large" : ""), grid);
+    const caption = make("figcaption", "", figure);
+    make("span", "", caption, title);
+    const readout = make("span", "kit-readout", caption);
+    const plot = make("div", "kit-plot", figure);
+    plot.tabIndex = 0;
+    plot.setAttribute("role", "img");
+    return { key, plot, readout };
+  });
+
+  // --- ranks and log
+  const low = make("div", "kit-low", root);
+  const rankFigure = make("figure", "kit-figure", low);
+  const rankTitle = make("figcaption", "", rankFigure, "Step time by rank, over the median");
+  const heat = make("canvas", "kit-heat", rankFigure);
+  heat.setAttribute("role", "img");
+  const rankScale = make("div", "kit-muted kit-scale", rankFigure);
+  const stages = make("div", "kit-stages", rankFigure);
+  const logFigure = make("figure", "kit-figure kit-logs", low);
+  const logHead = make("figcaption", "", logFigure);
+  make("span", "", logHead, "Log");
+  const rankLabel = make("label", "kit-choice", logHead, "rank ");
+  const rankInput = make("input", "kit-rank", rankLabel);
+  Object.assign(rankInput, { type: "number", min: 0, value: 0 });
+  const search = make("input", "kit-search", logHead);
+  Object.assign(search, { type: "search", placeholder: "search" });
+  search.setAttribute("aria-label", "search the log");
+  const followLabel = make("label", "kit-choice", logHead);
+  const follow = make("input", "", followLabel);
+  Object.assign(follow, { type: "checkbox", checked: true });
+  followLabel.append(" follow");
+  const log = make("pre", "kit-log", logFigure);
+  log.tabIndex = 0;
+  log.setAttribute("aria-label", "log lines");
+  let searchTimer;
+  const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { send({ type: "log", search: search.value, rank: +rankInput.value || 0 }); expect(); }, 200); };
+  search.oninput = rankInput.onchange = askLog;
+  follow.onchange = showLog;
+
+  // --- asking the kernel
+  let busyTimer;
+  function expect() { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+    clearTimeout(busyTimer);
+    busyTimer = setTimeout(() => { state.frozen = true; showNotice(); }, BUSY_AFTER_MS);
+  }
+  function answered() { clearTimeout(busyTimer); if (state.frozen) { state.frozen = false; showNotice(); } }
+  function ask() {
+    view.request += 1;
+    const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
+    send({ type: "view", ...view, width });
+    expect();
+    full.disabled = view.start == null;
+  }
+  function zoom(start, end) {
+    view.start = start;
+    view.end = end;
+    for (const plot of state.plots) plot.setData(plot.data); // at once with what is here; detail follows
+    ask();
+  }
+
+  // --- drawing
+  function build() {
+    state.plots.forEach((plot) => plot.destroy());
+    state.dark = isDark(root);
+    root.classList.toggle("kit-dark", state.dark);
+    state.plots = hosts.map(makePlot);
+    draw();
+  }
+  function size(host, i) { return { width: Math.max(220, host.plot.clientWidth), height: i < LARGE ? 230 : 120 }; }
+  function makePlot(host, i) {
+    const [key, , light, dark, format, mayLog] = PANES[i];
+    const colour = state.dark ? dark : light, log = state.logY && mayLog;
+    const grey = state.dark ? "#c4c4c4" : "#505050", faint = state.dark ? "#ffffff18" : "#00000014";
+    const axis = { stroke: grey, font: "11px system-ui, sans-serif", grid: { stroke: faint, width: 1 }, ticks: { show: false }, gap: 4 };
+    const line = { stroke: colour + "50", width: 0.8, points: { show: false } };
+    const series = [{}, line, line, { stroke: colour, width: 1.8, points: { show: false } }];
+    if (key === "loss") {
+      series.push({ stroke: colour, paths: () => null, points: { show: true, filter: apart, size: 6, width: 1.6, stroke: state.dark ? "#fff" : "#222", fill: state.dark ? "#111" : "#fff" } });
+      for (const _ of state.frame.others || []) series.push({ stroke: grey, width: 1.3, dash: [6, 4], points: { show: false } });
+    }
+    const yRange = (u, a, b) => {
+      if (a == null) return log ? [1, 10] : [0, 1];
+      const levels = key === "loss" && view.start == null ? Object.values(state.frame.levels || {}) : [];
+      a = Math.min(a, ...levels);
+      b = Math.max(b, ...levels);
+      if (log && a > 0) return [a * 0.97, b * 1.04 + (a === b ? 1e-9 : 0)];
+      if (["mfu", "tokens_per_s", "memory_bytes"].includes(key)) a = Math.min(a, 0.75 * b); // noise of a per cent should look like it
+      const pad = 0.06 * (b - a) || Math.abs(b) * 0.05 || 1;
+      return [key === "mfu" || (a >= 0 && a < pad) ? Math.max(0, a - pad) : a - pad, b + pad];
+    };
+    return new uPlot({
+      ...size(host, i), padding: [8, 22, 0, 0], legend: { show: false },
+      cursor: { sync: { key: sync.key }, drag: { x: true, y: false }, points: { size: 6 }, bind: { dblclick: () => () => { zoom(null, null); return null; } } },
+      scales: {
+        x: { time: false, distr: view.log_x ? 3 : 1, range: (u, a, b) => (view.start != null ? [view.start, view.end] : a == null ? [view.log_x ? 1 : 0, 10] : [a, b > a ? b : a + 1]) },
+        y: { distr: log ? 3 : 1, range: yRange },
+      },
+      axes: [
+        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 100)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
+        { ...axis, size: 58, splits: (u, _, a, b) => splits(a, b, log, i < LARGE ? 6 : 4), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
+      ],
+      series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
+      hooks: {
+        setSelect: [(u) => {
+          if (u.select.width <= 5) return;
+          const a = u.posToVal(u.select.left, "x"), b = u.posToVal(u.select.left + u.select.width, "x");
+          u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+          zoom(a, b);
+        }],
+        setCursor: [(u) => readout(host, i, u.cursor.idx, format)],
+        draw: [(u) => marks(u, key, grey)],
+      },
+    }, Array.from(series, () => []), host.plot);
+  }
+  // Attempts as ticks, published losses as dashed lines, other runs named at their end.
+  function marks(u, key, grey) {
+    const { ctx, bbox } = u, ratio = window.devicePixelRatio || 1, frame = state.frame;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.strokeStyle = ctx.fillStyle = grey;
+    ctx.lineWidth = ratio;
+    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    const write = (text, x, y) => { // on a halo, since it may lie on a curve
+      ctx.save();
+      ctx.setLineDash([]);
+      ctx.lineWidth = 4 * ratio;
+      ctx.lineJoin = "round";
+      ctx.strokeStyle = state.dark ? "#1e1e1ecc" : "#ffffffcc";
+      ctx.strokeText(text, x, y);
+      ctx.restore();
+      ctx.fillText(text, x, y);
+    };
+    const rule = (x0, y0, x1, y1, dash) => { ctx.setLineDash(dash.map((d) => d * ratio)); ctx.beginPath(); ctx.moveTo(x0, y0); ctx.lineTo(x1, y1); ctx.stroke(); };
+    if ((frame.attempts || []).length > 1)
+      for (const { attempt, x } of frame.attempts.slice(1)) {
+        const at = Math.round(u.valToPos(x, "x", true));
+        rule(at, bbox.top, at, bbox.top + bbox.height, [2, 3]);
+        write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
+      }
+    if (key === "loss") {
+      ctx.textAlign = "right";
+      const right = bbox.left + bbox.width - 4 * ratio;
+      for (const [label, level] of Object.entries(frame.levels || {})) {
+        const at = u.valToPos(level, "y", true);
+        rule(bbox.left, at, bbox.left + bbox.width, at, [6, 4]);
+        write(`${label} ${level.toFixed(2)}`, right, at - 5 * ratio);
+      }
+      (frame.others || []).forEach((label, k) => {
+        const values = u.data[5 + k] || [];
+        const value = lastOf(values);
+        if (value != null) write(label, Math.min(right, u.valToPos(u.data[0][values.lastIndexOf(value)], "x", true)), u.valToPos(value, "y", true) - 14 * ratio);
+      });
+    }
+    ctx.restore();
+  }
+  function dataOf(i) {
+    const rows = state.rows, first = 1 + 3 * i, count = PANES.length * 3;
+    const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
+    return i ? data : [...data, ...rows.slice(1 + count)];
+  }
+  function readout(host, i, index, format) {
+    if (!state.rows) return;
+    const [x, low, high, average] = dataOf(i);
+    const at = index == null ? null : index;
+    const value = at == null ? lastOf(average) : average[at];
+    if (value == null) { host.readout.textContent = ""; return; }
+    const spread = at != null && low[at] !== high[at] ? `  (${format(low[at])} … ${format(high[at])})` : "";
+    const where = at == null ? "" : `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x[at])}:  `;
+    host.readout.textContent = where + format(value) + spread;
+  }
+  function draw() {
+    root.dataset.points = state.rows ? state.rows[0].length : 0;
+    if (!state.rows) return;
+    state.plots.forEach((plot, i) => {
+      const data = dataOf(i);
+      plot.setData(data);
+      const value = lastOf(data[3]);
+      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, lastOf(data[0]))}`));
+      readout(hosts[i], i, plot.cursor.idx, PANES[i][4]);
+    });
+    root.dataset.draws = +(root.dataset.draws || 0) + 1;
+  }
+
+  // --- what the kernel sends
+  const waiting = new Map();
+  const later = (work) => { if (!waiting.has(work)) waiting.set(work, requestAnimationFrame(() => { waiting.delete(work); if (root.isConnected) work(); })); };
+  let slowness = 0;
+  function onFrame() {
+    const frame = model.get("frame");
+    if (!frame || frame.request < view.request) return; // an older question's answer
+    answered();
+    const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
+    state.frame = frame;
+    state.rows = unpack(model.get("window"), frame.n);
+    if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
+    const started = performance.now();
+    if (rebuild) build(); else draw();
+    requestAnimationFrame(() => setTimeout(() => { // painted: the chart library draws after its data are set
+      const seconds = (performance.now() - started) / 1000;
+      if (Math.abs(seconds - slowness) > 0.05 + slowness / 3) { slowness = seconds; send({ type: "drawn", duration_s: seconds }); }
+    }));
+  }
+  function onFacts() {
+    const f = (state.facts = model.get("facts") || {});
+    if (!f.state) return;
+    state.heard = Date.now();
+    answered();
+    name.textContent = f.name;
+    name.title = f.directory;
+    const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none; }` : "";
+    if (hidden.textContent !== rule) hidden.textContent = rule;
+    badge.textContent = `${ICONS[f.state] || "…"} ${f.state}`;
+    badge.dataset.state = root.dataset.state = f.state;
+    reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}`;
+    const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
+    bar.style.width = share + "%";
+    progress.setAttribute("aria-valuenow", share.toFixed(1));
+    root.dataset.step = f.step;
+    showTiles(f);
+    showActions();
+    showNotice();
+    rankInput.max = f.ranks - 1;
+    rankLabel.hidden = f.ranks < 2;
+    formula.textContent = mfuBox.title = f.formula || "";
+  }
+  function showTiles(f) {
+    const put = (key, text, small) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; };
+    put("loss", f.loss == null ? "–" : f.loss.toFixed(3));
+    put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.mfu == null ? (f.step ? "peak unknown" : "") : `HFU ${(100 * f.hfu).toFixed(1)} %`);
+    put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`);
+    put("step", whole(f.step), `of ${whole(f.num_steps)}`);
+    put("tokens", short(f.tokens));
+    put("left", short(f.tokens_left));
+    put("eta", f.eta_s == null ? "–" : duration(f.eta_s));
+    put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString());
+    put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "");
+    put("cost", f.cost ? "$" + (f.cost.value < 100 ? f.cost.value.toFixed(2) : whole(f.cost.value)) : "–");
+    tile.cost.box.title = f.cost ? f.cost.note : "";
+    tile.cost.box.hidden = !f.cost;
+  }
+  function showActions() {
+    const f = state.facts, lines = [];
+    for (const [action, text] of ACTIONS) {
+      buttons[action].disabled = !(f.allowed || []).includes(action);
+      buttons[action].hidden = action === "resume" ? !(f.allowed || []).includes("resume") : !!f.final;
+      const known = (f.actions || {})[action];
+      if (known && 1000 * known.asked_at >= (state.asked[action] || 0) - 2000) {
+        delete state.asked[action];
+        let line = `${text}: asked ${clock(known.asked_at)}`;
+        if (known.taken_at && !known.done_at) line += `, taken ${clock(known.taken_at)}`;
+        line += known.done_at ? `, done ${clock(known.done_at)}: ${known.note}` : " …";
+        lines.push(line);
+      } else if (state.asked[action]) lines.push(`${text}: sent ${clock(state.asked[action] / 1000)}, waits for the kernel …`);
+    }
+    history.textContent = lines.join("   ·   ");
+  }
+  function showNotice() {
+    const silent = Date.now() - state.heard, f = state.facts;
+    const stale = silent > SILENT_AFTER_MS;
+    root.classList.toggle("kit-stale", stale);
+    notice.textContent = stale
+      ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
+      : state.frozen ? "the kernel is busy with another cell: your request waits"
+      : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
+  }
+  function onAlerts() {
+    const all = model.get("alerts") || [];
+    root.dataset.alerts = all.length;
+    alerts.replaceChildren(...(allAlerts ? all : all.slice(0, SHOWN_ALERTS)).map((alert) => {
+      const item = make("li", "kit-" + alert.level);
+      make("span", "", item, `${alert.level === "error" ? "✖" : "⚠"} step ${whole(alert.step)}: ${alert.message} `);
+      const jump = make("button", "kit-link", item, "show");
+      jump.type = "button";
+      jump.setAttribute("aria-label", `show step ${alert.step} and its log lines`);
+      jump.onclick = () => {
+        view.axis = axisChoice.value = "step";
+        zoom(Math.max(0, alert.step - 100), alert.step + 50);
+        search.value = String(alert.step);
+        askLog();
+      };
+      return item;
+    }));
+    if (all.length > SHOWN_ALERTS) {
+      const more = make("button", "kit-link", make("li", "", alerts), allAlerts ? "fewer" : `all ${all.length} alerts`);
+      more.type = "button";
+      more.onclick = () => { allAlerts = !allAlerts; onAlerts(); };
+    }
+  }
+  function onHeat() {
+    const data = model.get("heat"), f = state.facts, ranks = f.ranks || 1;
+    rankFigure.hidden = ranks < 2 || !data || !data.byteLength;
+    low.classList.toggle("kit-one", rankFigure.hidden);
+    if (rankFigure.hidden) return;
+    const samples = data.byteLength / ranks;
+    heat.width = samples;
+    heat.height = ranks;
+    heat.style.height = Math.min(176, Math.max(48, ranks * 14)) + "px";
+    const context = heat.getContext("2d"), image = context.createImageData(samples, ranks);
+    const ends = state.dark ? [[30, 38, 52], [86, 120, 160], [255, 190, 80]] : [[238, 243, 248], [158, 188, 218], [178, 60, 0]];
+    for (let i = 0; i < data.byteLength; i++) {
+      const value = data.getUint8(i);
+      if (value === 255) continue; // unknown: transparent
+      const v = value / 127, [a, b] = v < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]], share = v < 1 ? v : v - 1;
+      image.data.set([...a.map((c, k) => c + (b[k] - c) * share), 255], 4 * i);
+    }
+    context.putImageData(image, 0, 0);
+    rankTitle.textContent = "Step time by rank, over the median";
+    rankScale.textContent = `rank 0 (top) to ${ranks - 1}, the last ${samples} heartbeats; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
+    heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
+    stages.replaceChildren(...(f.stages || []).map((v, i) => make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`)));
+  }
+  function showLog() {
+    log.textContent = model.get("log") || (search.value ? `no line with “${search.value}”` : "no output yet");
+    if (follow.checked) log.scrollTop = log.scrollHeight;
+  }
+
+  root.onkeydown = (event) => {
+    const keys = { Escape: () => [null, null] };
+    if (state.rows && document.activeElement.classList.contains("kit-plot")) {
+      const x = state.rows[0], a = view.start ?? x[0], b = view.end ?? x[x.length - 1], w = b - a;
+      Object.assign(keys, { "+": () => [a + w / 4, b - w / 4], "=": () => [a + w / 4, b - w / 4], "-": () => [a - w / 2, b + w / 2], ArrowLeft: () => [a - w / 5, b - w / 5], ArrowRight: () => [a + w / 5, b + w / 5] });
+    }
+    if (keys[event.key]) { event.preventDefault(); zoom(...keys[event.key]()); }
+    event.stopPropagation(); // the notebook would take letters and arrows as commands
+  };
+
+  const handlers = { frame: () => later(onFrame), facts: () => { onFacts(); onHeat(); }, alerts: onAlerts, heat: onHeat, log: showLog };
+  for (const [key, handler] of Object.entries(handlers)) model.on("change:" + key, handler);
+  model.on("change:window", handlers.frame);
+  const resize = () => {
+    state.plots.forEach((plot, i) => plot.setSize(size(hosts[i], i)));
+    const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
+    if (width && width !== asked) { asked = width; ask(); }
+  };
+  let asked = 0;
+  const sizes = new ResizeObserver(() => later(resize));
+  sizes.observe(root);
+  const themes = new MutationObserver(() => { if (isDark(root) !== state.dark) { build(); onHeat(); } });
+  themes.observe(document.body, { attributes: true });
+  const timer = setInterval(showNotice, 1000);
+  requestAnimationFrame(() => { build(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });
+  return () => {
+    clearInterval(timer);
+    clearTimeout(busyTimer);
+    sizes.disconnect();
+    themes.disconnect();
+    for (const [key, handler] of Object.entries(handlers)) model.off("change:" + key, handler);
+    model.off("change:window", handlers.frame);
+    state.plots.forEach((plot) => plot.destroy());
+  };
+}
+
+export default { render };

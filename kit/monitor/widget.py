@@ -1,0 +1,212 @@
+"""Monitor: the live dashboard in a notebook. `Monitor(run)` as the last line of a cell; any kernel, at any time.
+
+It only reads the run directory: close the browser, restart the kernel, and the job goes on; show it again and the whole
+history is there. The kernel keeps the data and sends one window of numbers per tick; the browser draws and asks.
+Needs anywidget where the kernel runs and where JupyterLab runs.
+"""
+
+import base64
+import html
+import io
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kit.errors import MissingPackageError
+from kit.monitor.bundle import source
+from kit.monitor.dashboard import Dashboard, View
+from kit.run import Run
+
+try:
+    import anywidget
+    import traitlets
+except ImportError as error:
+    raise MissingPackageError("anywidget", "monitor", "The live dashboard") from error
+
+POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
+
+
+class Monitor(anywidget.AnyWidget):
+    """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act on the job.
+
+    Args:
+        run: at any time of its life.
+        baselines: earlier runs, drawn as dashed curves, and published losses in nats per token, drawn as dashed lines.
+        smoothing: weight of the past in the averages, from 0 to below 1; the slider changes it.
+
+    Raises:
+        RunError: the chart library was never fetched; the message has the command.
+    """
+
+    frame = traitlets.Dict().tag(sync=True)
+    window = traitlets.Bytes(b"").tag(sync=True)
+    facts = traitlets.Dict().tag(sync=True)
+    alerts = traitlets.List().tag(sync=True)
+    heat = traitlets.Bytes(b"").tag(sync=True)
+    log = traitlets.Unicode("").tag(sync=True)
+
+    def __init__(self, run: Run, *, baselines: Mapping[str, Run | float] | None = None, smoothing: float = 0.9) -> None:
+        self._esm, self._css = source()
+        self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
+        super().__init__()
+        self.view = View()
+        self.failure = ""
+        self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
+        self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
+        self._more = self.dashboard.read()
+        self.on_msg(self._on_message)
+        self._send_frame()
+        self._send_facts()
+        for follow in (self._follow_metrics, self._follow_job):
+            threading.Thread(target=follow, name=f"kit{follow.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the view and its threads; the job does not notice."""
+        self._closed.set()
+        super().close()
+
+    def figure(self) -> Any:
+        """Returns what the dashboard shows now as a matplotlib figure, for saved and exported notebooks."""
+        return snapshot(self.dashboard)
+
+    def _follow_metrics(self) -> None:
+        # The file is asked more often than pictures are sent: a step that comes after a pause is shown at once.
+        while not self._closed.wait(0 if self._more else POLL_S):
+            if self._more or time.monotonic() - self._sent_at >= self._tick_s:
+                self._guarded(self._tick)
+
+    def _tick(self) -> None:
+        before, start = (len(self.dashboard.columns), self.dashboard.columns.revision), time.monotonic()
+        self._more = False  # also after a failure, which must not be repeated without a pause
+        while (more := self.dashboard.read()) and time.monotonic() - start < SLOWEST_TICK_S / 2:
+            pass
+        self._more = more
+        if (len(self.dashboard.columns), self.dashboard.columns.revision) != before:
+            self._send_frame()
+
+    def _follow_job(self) -> None:
+        self._guarded(self._look)
+        while not self._closed.wait(LOOK_S):
+            self._guarded(self._look)
+
+    def _look(self) -> None:
+        self.dashboard.look()
+        self._send_facts()
+        self._refresh_picture()
+
+    def _guarded(self, work: Any) -> None:
+        """A thread must live on whatever a run directory does; what went wrong is shown in the view."""
+        try:
+            work()
+            self.failure = ""
+        except Exception:
+            self.failure = traceback.format_exc()
+
+    def _send_frame(self) -> None:
+        with self._lock:
+            self._sent_at = time.monotonic()
+            frame, window = self.dashboard.frame(self.view)
+            with self.hold_sync():  # one message
+                self.frame, self.window = frame, window
+
+    def _send_facts(self) -> None:
+        with self._lock, self.hold_sync():
+            self.facts = {**self.dashboard.facts(), "failure": self.failure.strip().rsplit("\n", 1)[-1],
+                          "picture": self.model_id}  # fmt: skip
+            self.alerts = self.dashboard.alerts()
+            self.heat, self.log = self.dashboard.heat(), self.dashboard.log()
+
+    def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
+        """Answers the browser; in whichever thread the kernel runs this, and never for long."""
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind == "view":
+            self.view = View.from_message(message)
+            self._guarded(self._send_frame)
+        elif kind == "smoothing":
+            value = message.get("value")
+            if isinstance(value, int | float) and 0 <= value < 1:
+                self.dashboard.curves.smoothing = float(value)
+                self._guarded(self._send_frame)
+        elif kind == "drawn":  # a browser that needs long is sent fewer pictures
+            duration = message.get("duration_s")
+            if isinstance(duration, int | float):
+                self._tick_s = float(min(max(3 * duration, TICK_S), SLOWEST_TICK_S))
+        elif kind == "log":
+            self.dashboard.log_search = str(message.get("search", ""))[:200]
+            rank = message.get("rank", 0)
+            self.dashboard.log_rank = rank if isinstance(rank, int) and rank >= 0 else 0
+            self._guarded(self._send_facts)
+        elif kind == "action":
+            self.dashboard.actions.start(str(message.get("name")), self.dashboard.status)
+            self._guarded(self._send_facts)
+
+    def _ipython_display_(self) -> None:
+        """Shows the view, and under it a picture for readers without a kernel, which a live view hides.
+
+        Two outputs, since a trusted notebook shows "model not found" rather than a picture in the same output.
+        """
+        from IPython.display import DisplayHandle, display
+
+        facts = self.facts
+        text = f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of {facts.get('num_steps')}"
+        bundle = self._repr_mimebundle_()
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
+        display({**data, "text/plain": text}, metadata=metadata, raw=True)
+        self._picture = DisplayHandle()
+        self._picture.display(self._still(), raw=True)
+        self._pictured = (time.monotonic(), self.dashboard.status.state)
+
+    def _refresh_picture(self) -> None:
+        """Keeps the picture of a notebook that is saved later near the present; the last one is of the end."""
+        if self._picture is None:
+            return
+        when, state = self._pictured
+        now = self.dashboard.status.state
+        if (now.is_final and now is not state) or (not now.is_final and time.monotonic() - when > PICTURE_S):
+            self._pictured = (time.monotonic(), now)
+            self._picture.update(self._still(), raw=True)
+
+    def _still(self) -> dict[str, str]:
+        image = io.BytesIO()
+        self.figure().savefig(image, format="png", dpi=100)
+        picture = base64.b64encode(image.getvalue()).decode()
+        alt = html.escape(f"{self.dashboard.run.name}: loss and speed, picture {self.model_id}", quote=True)
+        return {"image/png": picture, "text/html": f'<img alt="{alt}" src="data:image/png;base64,{picture}">'}
+
+
+def snapshot(dashboard: Dashboard) -> Any:
+    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their averages."""
+    from matplotlib.figure import Figure  # no pyplot and no rcParams: this also runs in a thread
+
+    with dashboard.lock:
+        names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
+        x, rows = dashboard.curves.window(names, axis="step", width=800, start=None, end=None, log=False)
+    titles = {"loss": "Loss, nats per token", "mfu": "MFU, % of peak", "tokens_per_s": "Tokens per second"}
+    status = dashboard.status
+    figure = Figure(figsize=(6.8, 2.8), layout="constrained")
+    for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
+        _draw_pane(pane, titles[name], x, rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1), number)
+    for name, level in dashboard.levels.items():
+        pane = figure.axes[0]
+        pane.axhline(level, color="#666666", linestyle="--", linewidth=1)
+        pane.annotate(f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                      fontsize=7, color="#666666")  # fmt: skip
+    step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
+    title = f"{dashboard.run.name}: {status.state}, attempt {status.attempt}, {step}"
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    return figure
+
+
+def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
+    colour = ("#0072B2", "#007A5A")[number]
+    pane.fill_between(x, rows[0], rows[1], color=colour, alpha=0.22, linewidth=0)
+    pane.plot(x, rows[2], color=colour, linewidth=1.6)
+    pane.set_title(title, fontsize=9, loc="left")
+    pane.set_xlabel("optimizer step", fontsize=8.5)
+    pane.tick_params(labelsize=8, colors="#444444")
+    pane.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    pane.spines[["top", "right"]].set_visible(False)

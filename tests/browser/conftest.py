@@ -1,0 +1,155 @@
+"""The dashboard's real front end in headless Chromium and its real kernel side; only the wire between is a stand-in."""
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.monitor import bundle
+from kit.monitor.dashboard import Dashboard, View
+from kit.run import Run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PAGE = """<!doctype html><meta charset=utf8><style>%s</style>
+<body style="margin:8px;background:var(--jp-layout-color1,#fff)"><div id=view></div><script type=module>
+const text = Uint8Array.from(atob("%s"), c => c.charCodeAt(0));
+const module = await import(URL.createObjectURL(new Blob([text], {type: 'text/javascript'})));
+const values = {}, listeners = {};
+window.sent = [];
+const model = {
+  get: (key) => values[key],
+  send: (message) => { window.sent.push(message); window.kernel?.(message); },
+  on: (event, f) => (listeners[event] ??= []).push(f),
+  off: (event, f) => { listeners[event] = (listeners[event] || []).filter((g) => g !== f); },
+};
+window.put = (changes) => {
+  for (const [key, value] of Object.entries(changes))
+    values[key] = value?.base64 === undefined ? value
+      : new DataView(Uint8Array.from(atob(value.base64), c => c.charCodeAt(0)).buffer);
+  for (const key of Object.keys(changes)) (listeners['change:' + key] || []).forEach((f) => f());
+};
+window.listening = () => Object.values(listeners).flat().length;
+window.start = () => { window.stop = module.default.render({model, el: document.getElementById('view')}); };
+window.ready = true;
+</script>"""
+DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');
+document.body.style.setProperty('--jp-ui-font-color1', '#eee');
+document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """A headless Chromium of this machine; nothing is downloaded."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    if not bundle.is_bundled():
+        pytest.skip(f"uPlot was not fetched: {bundle.COMMAND}")
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+class Screen:
+    """A page that shows a run: what the page asks is answered by a Dashboard, as the widget does it."""
+
+    def __init__(self, page, run: Run, **options) -> None:
+        self.page, self.dashboard, self.busy = page, Dashboard(run, **options), False
+        self.view = View()
+        while self.dashboard.read():
+            pass
+        script, style = bundle.source()
+        page.set_content(PAGE % (style, base64.b64encode(script.encode()).decode()))
+        page.wait_for_function("window.ready")
+        page.expose_function("kernel", self.answer)
+        self.tick()
+        page.evaluate("start()")
+        page.wait_for_selector(".kit-monitor[data-points]")
+        self.settle()
+
+    def answer(self, message: dict) -> None:
+        """The kernel's side of a message."""
+        if self.busy:
+            return
+        if message["type"] == "view":
+            self.view = View.from_message(message)
+        elif message["type"] == "smoothing":
+            self.dashboard.curves.smoothing = message["value"]
+        elif message["type"] == "log":
+            self.dashboard.log_search, self.dashboard.log_rank = message["search"], message["rank"]
+        elif message["type"] == "action":
+            self.dashboard.actions.start(message["name"], self.dashboard.status)
+        self.tick()
+
+    def tick(self) -> None:
+        """One look at the run, sent to the page."""
+        dashboard = self.dashboard
+        dashboard.read()
+        dashboard.look()
+        frame, window = dashboard.frame(self.view)
+        facts = {**dashboard.facts(), "failure": ""}
+        binary = {"window": window, "heat": dashboard.heat()}
+        self.page.evaluate(
+            "put",
+            {
+                "frame": frame, "facts": facts, "alerts": dashboard.alerts(), "log": dashboard.log(),
+                **{name: {"base64": base64.b64encode(value).decode()} for name, value in binary.items()},
+            },
+        )  # fmt: skip
+
+    def settle(self, ms: int = 250) -> None:
+        self.page.wait_for_timeout(ms)
+
+    def sent(self, kind: str) -> list[dict]:
+        return [message for message in self.page.evaluate("sent") if message["type"] == kind]
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).first.inner_text()
+
+    def coloured(self, pane: int, colour: str) -> int:
+        """Returns how many pixels of a pane's canvas have about this colour."""
+        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        return self.page.evaluate(
+            """([pane, wanted]) => { const c = document.querySelectorAll('.kit-plot canvas')[pane];
+            const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; let n = 0;
+            for (let i = 0; i < d.length; i += 4)
+              if (d[i + 3] > 200 && wanted.every((w, k) => Math.abs(d[i + k] - w) < 40)) n++; return n; }""",
+            [pane, wanted],
+        )
+
+    def photograph(self, name: str) -> None:
+        """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
+        if folder := os.environ.get("KIT_SCREENSHOTS"):
+            self.page.screenshot(path=Path(folder) / f"{name}.png", full_page=True, animations="disabled")
+
+
+@pytest.fixture
+def open_screen(browser) -> Iterator:
+    """Opens runs in pages of their own; fails the test if a page threw an error or asked the network for anything."""
+    contexts, errors, requests = [], [], []
+
+    def open_page(run: Run, *, width: int = 1180, height: int = 900, dark: bool = False, **options) -> Screen:
+        context = browser.new_context(viewport={"width": width, "height": height})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url) if request.url.startswith("http") else None)
+        if dark:
+            page.add_init_script(f"addEventListener('DOMContentLoaded', () => {{ {DARK} }})")
+        screen = Screen(page, run, **options)
+        if dark:
+            page.evaluate(f"() => {{ {DARK} }}")
+            screen.settle()
+        return screen
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not errors, errors
+    assert not requests, f"the page asked the network: {requests}"

@@ -1,0 +1,217 @@
+"""The dashboard's front end: what it draws, asks and says."""
+
+import shutil
+
+import pytest
+
+from cluster.state import JobState, asked_at, take_request
+from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, say
+
+BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
+
+
+def test_draws_curves_tiles_and_state(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run", steps=400))
+    page = screen.page
+    assert page.get_by_role("status").first.inner_text() == "▶ running"
+    assert screen.coloured(0, BLUE) > 300, "the loss curve"
+    assert "smoothed" in page.get_by_role("img", name="MFU").get_attribute("aria-label")
+    tiles = screen.text(".kit-tiles")
+    for words in ("Loss", "MFU", "HFU", "400", "of 1,000", "Time left"):
+        assert words in tiles
+    page.locator("button.kit-tile").click()
+    assert "FLOPs per token" in screen.text(".kit-note") and "TFLOP/s" in screen.text(".kit-note")
+    screen.photograph("light")
+
+
+def test_new_steps_appear_and_a_resize_keeps_the_curves(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=100)
+    screen = open_screen(run)
+    add_rows(run, 101, 160)
+    screen.tick()
+    screen.settle()
+    root = screen.page.locator(".kit-monitor")
+    assert root.get_attribute("data-step") == "160" and root.get_attribute("data-points") == "160"
+    screen.page.set_viewport_size({"width": 700, "height": 900})
+    screen.settle(500)
+    assert screen.coloured(0, BLUE) > 200
+    assert screen.sent("view")[-1]["width"] < 700, "the kernel is told the new width"
+
+
+def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run", steps=20_000, planned=40_000))
+    page = screen.page
+    coarse = int(page.locator(".kit-monitor").get_attribute("data-points"))
+    box = page.locator(".u-over").first.bounding_box()
+    page.mouse.move(box["x"] + 100, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 150, box["y"] + 60, steps=4)
+    page.mouse.up()
+    screen.settle(500)
+    asked = screen.sent("view")[-1]
+    assert 0 < asked["start"] < asked["end"] < 20_000
+    assert screen.view.start == asked["start"] and coarse < 1200
+    x = screen.dashboard.frame(screen.view)[0]["n"]
+    assert int(page.locator(".kit-monitor").get_attribute("data-points")) == x
+    screen.photograph("zoomed")
+    page.get_by_role("button", name="Whole run").click()
+    screen.settle()
+    assert screen.view.start is None
+
+
+def test_keys_zoom_pan_and_reset_and_stay_in_the_view(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run", steps=401))
+    page = screen.page
+    page.evaluate("document.addEventListener('keydown', e => { window.leaked = e.key; })")
+    page.locator(".kit-plot").first.focus()
+    page.keyboard.press("+")
+    assert (screen.sent("view")[-1]["start"], screen.sent("view")[-1]["end"]) == (101, 301)
+    page.keyboard.press("ArrowRight")
+    assert screen.sent("view")[-1]["start"] == pytest.approx(141)
+    page.keyboard.press("Escape")
+    assert screen.sent("view")[-1]["start"] is None
+    assert page.evaluate("window.leaked") is None
+
+
+def test_axes_smoothing_and_hover(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run", steps=400))
+    page = screen.page
+    page.get_by_label("x axis").select_option("tokens")
+    page.get_by_role("button", name="log x").click()
+    page.get_by_role("button", name="log y").click()
+    screen.settle(400)
+    assert screen.sent("view")[-1] | {"axis": "tokens", "log_x": True} == screen.sent("view")[-1]
+    slider = page.get_by_role("slider")
+    slider.focus()
+    before = screen.dashboard.curves.smoothing
+    for _ in range(20):
+        page.keyboard.press("ArrowRight")
+    screen.settle(600)
+    assert screen.dashboard.curves.smoothing > before
+    box = page.locator(".u-over").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40)
+    screen.settle()
+    readouts = page.locator(".kit-readout").all_inner_texts()
+    assert all("tokens" in text for text in readouts), "hovering one chart reads all"
+    screen.photograph("axes")
+
+
+def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run")
+    screen = open_screen(run)
+    page = screen.page
+    page.get_by_role("button", name="Stop after step").click()
+    assert not screen.sent("action") and asked_at(run.directory, "stop") is None
+    page.get_by_role("button", name="Really stop after step?").click()
+    screen.settle(700)
+    screen.tick()
+    assert asked_at(run.directory, "stop") is not None
+    assert "Stop after step: asked " in screen.text(".kit-history")
+    assert "stopping" in screen.text(".kit-badge")
+    assert take_request(run.directory, "stop")
+
+
+def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run"))
+    screen.busy = True
+    screen.page.get_by_role("button", name="Checkpoint now").click()
+    screen.settle(1900)
+    assert "waits for the kernel" in screen.text(".kit-history")
+    assert "busy with another cell" in screen.text(".kit-notice")
+    screen.busy = False
+    screen.answer({"type": "action", "name": "checkpoint"})
+    screen.settle(300)
+    screen.tick()
+    assert "Checkpoint now: asked" in screen.text(".kit-history")
+    assert screen.text(".kit-notice") == ""
+
+
+def test_a_silent_kernel_is_not_shown_as_live(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run"))
+    screen.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 60000; }")
+    screen.settle(1300)
+    assert "not live" in screen.text(".kit-notice")
+    assert "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
+
+
+def test_a_killed_job_is_lost_and_may_be_resumed(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=300)
+    screen = open_screen(run)
+    say(run, JobState.RUNNING, step=300, process=dead_process())
+    screen.tick()
+    screen.settle()
+    assert screen.text(".kit-badge") == "✖ lost" and "killed" in screen.text(".kit-reason")
+    assert screen.page.get_by_role("button", name="Resume").is_enabled()
+    assert not screen.page.get_by_role("button", name="Checkpoint now").is_visible()
+    assert "job lost" in screen.text(".kit-alerts")
+    screen.photograph("lost")
+
+
+def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
+    screen = open_screen(run)
+    assert "step 700: loss spike" in screen.text(".kit-alerts")
+    screen.page.get_by_role("button", name="show step 700").click()
+    screen.settle(700)
+    assert (screen.view.start, screen.view.end) == (600, 750)
+    assert screen.text(".kit-log").startswith("step 700 of 1000")
+    screen.photograph("alert")
+
+
+def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=3000, planned=5000, ranks=16, pipeline=4, second_attempt_at=1800)
+    other = recorded_run(tmp_path / "other", steps=2000)
+    screen = open_screen(run, baselines={"published": 2.2, "last week": other})
+    for step in range(3000, 3060):
+        beat(run, step, slow_rank=11, attempt=2)
+        screen.dashboard.ranks.look(2)
+    screen.tick()
+    screen.settle()
+    assert "rank 11 takes 1.39" in screen.page.locator(".kit-heat").get_attribute("aria-label")
+    assert "stage 2: 1.10" in screen.text(".kit-stages") and "rank 11" in screen.text(".kit-alerts")
+    warm = screen.page.evaluate("""() => { const c = document.querySelector('.kit-heat');
+        const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }""")
+    assert warm, "row 11 is warm"
+    assert [attempt["attempt"] for attempt in screen.dashboard.frame(screen.view)[0]["attempts"]] == [1, 2]
+    screen.photograph("ranks")
+
+
+@pytest.mark.parametrize("width", [1180, 480])
+def test_dark_and_narrow(open_screen, tmp_path, width: int) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True)
+    screen.settle(400)
+    assert "kit-dark" in screen.page.locator(".kit-monitor").get_attribute("class")
+    assert screen.coloured(0, LIGHT_BLUE) > 200
+    assert screen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    small = screen.page.evaluate("""() => [...document.querySelectorAll('.kit-button,.kit-monitor select')]
+        .filter(e => e.offsetParent && e.getBoundingClientRect().height < 26).length""")
+    assert small == 0, "targets are at least 26 px high"
+    screen.photograph(f"dark-{width}")
+
+
+def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING)
+    screen = open_screen(run)
+    assert screen.text(".kit-badge") == "… starting" and "peak unknown" not in screen.text(".kit-tiles")
+    say(run, JobState.RUNNING, step=20)
+    add_rows(run, 1, 20)
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 21, "attempt": 1, "step_time_s": 1.0, "tokens": 4096, "loss": NaN}\nnot ours\n')
+    screen.tick()
+    screen.settle()
+    assert "step 21: loss is not finite" in screen.text(".kit-alerts")
+    assert screen.text(".kit-notice") == "1 unreadable metric lines skipped"
+    shutil.rmtree(run.directory)
+    screen.tick()
+    screen.settle()
+    assert screen.text(".kit-badge") == "✖ lost" and "state.json is missing" in screen.text(".kit-reason")
+    assert screen.page.locator(".kit-monitor").get_attribute("data-step") == "21", "what was read stays"
+
+
+def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
+    screen = open_screen(recorded_run(tmp_path / "run"))
+    assert screen.page.evaluate("listening()") > 0
+    screen.page.evaluate("stop()")
+    assert screen.page.evaluate("listening()") == 0
+    screen.tick()
+    screen.settle()

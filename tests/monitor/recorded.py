@@ -1,0 +1,95 @@
+"""Run directories as a job would leave them, written in a moment: for views that only read."""
+
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from cluster.job import JobSpec
+from cluster.process import Process
+from cluster.site import Site
+from cluster.state import JobState, RunState, log_path, write_rank_heartbeat
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+TOKENS = 4096
+
+
+def recorded_run(
+    directory: Path, *, steps: int = 400, planned: int = 1000, ranks: int = 1, second_attempt_at: int | None = None,
+    spike_at: int | None = None, state: JobState = JobState.RUNNING, pipeline: int = 1,
+) -> Run:  # fmt: skip
+    """Returns a run whose job is this very process, so that it counts as alive."""
+    plan = Plan(global_batch_size=4 * ranks, data_parallel=ranks // pipeline, pipeline_parallel=pipeline)
+    run = Run.create(
+        directory,
+        spec=ModelSpec.preset("demo"),
+        plan=plan,
+        recipe=Recipe(data="data", num_steps=planned),
+        site=Site.load("laptop").with_measured_peak("fp32", 2e11, "test"),
+    )
+    attempts = 1 if second_attempt_at is None else 2
+    for attempt in range(1, attempts + 1):
+        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    job = JobSpec(name=run.name, run_dir=str(run.directory), argv=("true",), num_processes=ranks)
+    job.write(run.directory / "job.json")
+    with (run.directory / "metrics.jsonl").open("w") as stream:
+        stream.writelines(rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at))
+    log = log_path(run.directory, attempts, 0)
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("".join(f"step {step} of {planned}: all is well\n" for step in range(1, steps + 1)))
+    (run.directory / "ranks").mkdir(exist_ok=True)
+    say(run, state, attempts, steps)
+    return run
+
+
+def rows(first: int, last: int, *, spike_at: int | None = None, second_attempt_at: int | None = None) -> list[str]:
+    """Returns lines of metrics.jsonl for steps `first` to `last`."""
+    random = np.random.default_rng(first)
+    noise = random.normal(size=(last - first + 1, 3))
+    return [
+        json.dumps({
+            "step": step, "attempt": 1 + (second_attempt_at is not None and step >= second_attempt_at),
+            "time": 1.7e9 + 1.02 * step, "step_time_s": 1 + 0.02 * abs(noise[step - first, 0]), "tokens": TOKENS,
+            "loss": 1.9 + 9 * (1 + step / 30) ** -0.45 + 0.04 * noise[step - first, 1] + 4 * (step == spike_at),
+            "grad_norm": 0.35 + 1.5 * (1 + step / 300) ** -0.6 + 0.05 * abs(noise[step - first, 2]),
+            "learning_rate": 1.5e-4 * (1 + math.cos(3 * step / max(last, 1000))), "memory_bytes": 6 * 2**30,
+            **({"validation_loss": 2.0 + 9 * (1 + step / 30) ** -0.45} if step % 50 == 0 else {}),
+        }) + "\n"
+        for step in range(first, last + 1)
+    ]  # fmt: skip
+
+
+def add_rows(run: Run, first: int, last: int) -> None:
+    """Appends steps to the run's metrics."""
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.writelines(rows(first, last))
+
+
+def say(run: Run, state: JobState, attempt: int = 1, step: int = 0, process: Process | None = None) -> None:
+    """Writes the state of a job that has just given a sign of life."""
+    RunState(
+        state=state, attempt=attempt, step=step, heartbeat=time.time(), step_time_s=1.0,
+        process=process or Process.current(),
+    ).write(run.directory / "state.json")  # fmt: skip
+
+
+def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1) -> None:
+    """Writes one heartbeat of every rank, one of them slower than the others."""
+    for rank in range(run.plan.num_devices):
+        time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
+        write_rank_heartbeat(run.directory, rank, attempt=attempt, step=step, step_time_s=time_s)
+
+
+def dead_process() -> Process:
+    """Returns the identity of a process of this machine that has ended."""
+    child = subprocess.Popen(["sleep", "60"])
+    start_ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    child.kill()
+    child.wait()
+    return Process.current().replace(pid=child.pid, start_ticks=start_ticks)

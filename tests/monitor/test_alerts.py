@@ -1,0 +1,144 @@
+"""Alerts: what is told, what is not, and that it is told once."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.job import read_status
+from cluster.record import ConfigError
+from cluster.state import JobState
+from kit.monitor import alerts
+from kit.monitor.alerts import Alert, AlertLog, spikes
+from kit.monitor.dashboard import Dashboard
+from kit.run import Run
+from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
+
+
+def kinds(dashboard: Dashboard) -> list[str]:
+    while dashboard.read():
+        pass
+    dashboard.look()
+    return [alert.kind for alert in dashboard.watchman.log.alerts]
+
+
+def append(run: Run, step: int, **values: object) -> None:
+    row = json.loads(rows(step, step)[0]) | values
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def test_a_quiet_run_raises_no_alert(tmp_path: Path) -> None:
+    assert kinds(Dashboard(recorded_run(tmp_path / "run", steps=2000, planned=5000))) == []
+
+
+def test_planted_spikes_are_found_without_false_alarms() -> None:
+    random = np.random.default_rng(3)
+    steps = np.arange(20_000)
+    loss = 1.9 + 9 * (1 + steps / 200) ** -0.45 + 0.04 * random.normal(size=len(steps))
+    planted = np.sort(random.choice(np.arange(3000, 20_000), size=30, replace=False))
+    loss[planted] += random.uniform(0.7, 2, size=30)
+    assert [row for row, _ in spikes(loss)] == planted.tolist()
+    pieces = [row for start in range(0, 20_000, 777) for row, _ in spikes(loss[: start + 777], start)]
+    assert pieces == planted.tolist(), "in whatever pieces the rows came in"
+    assert spikes(np.full(500, 2.0)) == [] and spikes(np.full(500, np.nan)) == []
+
+
+def test_nan_at_once_and_each_stretch_once(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=100)
+    dashboard = Dashboard(run)
+    assert kinds(dashboard) == []
+    append(run, 101, loss=float("nan"))
+    assert kinds(dashboard) == ["nan"]
+    append(run, 102, loss=float("nan"))
+    append(run, 103, grad_norm=float("inf"))
+    assert kinds(dashboard) == ["nan"]
+    add_rows(run, 104, 199)
+    append(run, 200, grad_norm=float("nan"))
+    assert kinds(dashboard) == ["nan", "nan"]
+    assert [alert.step for alert in dashboard.watchman.log.alerts] == [101, 200]
+
+
+def test_a_series_that_was_never_logged_is_no_alert(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=0)
+    for step in range(1, 30):
+        append(run, step, grad_norm=None)
+    assert kinds(Dashboard(run)) == []
+
+
+def test_alerts_are_kept_once_whoever_watches(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
+    first, second = Dashboard(run), Dashboard(run)
+    assert kinds(first) == ["spike"] and kinds(second) == ["spike"]
+    assert kinds(Dashboard(run)) == ["spike"], "a kernel that comes later"
+    assert len((run.directory / "alerts.jsonl").read_text().splitlines()) == 1
+    alert = first.watchman.log.alerts[0]
+    assert (alert.step, alert.attempt, alert.level) == (700, 1, "warning") and "median" in alert.message
+
+
+def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "alerts.jsonl"
+    alert = Alert(kind="nan", level="error", message="m", attempt=1, step=5, time=1.0)
+    file.write_text('{"kind": "na\n[]\n\x00\n' + json.dumps(alert.to_dict()) + '\n{"torn')
+    assert AlertLog(file).alerts == [alert]
+    absent = AlertLog(tmp_path / "absent" / "alerts.jsonl")
+    assert absent.add([alert]) == [alert] and absent.alerts == [alert]
+    with pytest.raises(ConfigError):
+        dataclasses.replace(alert, level="fatal")
+
+
+def test_a_lost_job_is_an_error(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=50)
+    say(run, JobState.RUNNING, step=50, process=dead_process())
+    assert read_status(run.directory).state is JobState.LOST
+    dashboard = Dashboard(run)
+    assert kinds(dashboard) == ["job"] and dashboard.alerts()[0]["level"] == "error"
+
+
+def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
+    run = recorded_run(tmp_path / "run", steps=50)
+    dashboard = Dashboard(run)
+    assert kinds(dashboard) == []
+    now = alerts.time.monotonic()
+    monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
+    assert kinds(dashboard) == ["stall"]
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(1e9, "above the peak"), (4.6e10, "higher than real runs reach")])
+def test_mfu_that_cannot_be_true(tmp_path: Path, peak: float, expected: str) -> None:
+    run = recorded_run(tmp_path / "run", steps=200)
+    run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
+    dashboard = Dashboard(Run.open(run.directory))
+    assert kinds(dashboard) == ["mfu"] and expected in dashboard.alerts()[0]["message"]
+
+
+def test_falling_mfu(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=200)
+    dashboard = Dashboard(run)
+    for step in range(201, 260):
+        append(run, step, step_time_s=1.6)
+    assert kinds(dashboard) == ["mfu"] and "fell to" in dashboard.alerts()[0]["message"]
+
+
+def test_a_slow_rank_is_named_after_twenty_steps(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=100, ranks=8)
+    dashboard = Dashboard(run)
+    for step in range(100, 115):
+        beat(run, step, slow_rank=3)
+        assert kinds(dashboard) == []
+    for step in range(115, 125):
+        beat(run, step, slow_rank=3)
+        dashboard.look()
+    assert kinds(dashboard) == ["straggler"] and "rank 3 takes 1.4" in dashboard.alerts()[0]["message"].replace(
+        "1.39", "1.4"
+    )
+
+
+def test_memory_disk_and_checkpoint(tmp_path: Path, monkeypatch) -> None:
+    run = recorded_run(tmp_path / "run", steps=100)
+    run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")
+    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    append(run, 101, memory_bytes=2**60)
+    assert sorted(kinds(Dashboard(Run.open(run.directory)))) == ["checkpoint", "disk", "memory"]

@@ -1,0 +1,209 @@
+"""Columns that grow with a metrics file, the exact average, and windows per pixel."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.site import Site
+from kit.metrics import Metrics
+from kit.monitor import columns as columns_module
+from kit.monitor.columns import NAMES, Columns
+from kit.monitor.curves import Average, Curves, discounted_sum, envelope, pixel_edges
+from kit.spec import ModelSpec
+
+
+def line(step: int, attempt: int = 1, **values: object) -> str:
+    row = {
+        "step": step,
+        "attempt": attempt,
+        "time": 1e9 + step,
+        "step_time_s": 0.5,
+        "tokens": 1024,
+        "loss": 8 - step / 99,
+    }
+    return json.dumps(row | values) + "\n"
+
+
+def same_as_metrics(columns: Columns) -> None:
+    metrics = Metrics.read(columns.file, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop"))
+    for name in ("step", "attempt", "loss", "time"):
+        np.testing.assert_array_equal(columns[name], metrics[name], err_msg=name)
+    assert columns.skipped_lines == metrics.skipped_lines
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=40),
+    cuts=st.lists(st.integers(1, 400), max_size=6),
+)
+def test_any_order_of_attempts_and_steps_read_in_any_pieces_gives_what_metrics_reads(tmp_path, rows, cuts) -> None:
+    file = tmp_path / "metrics.jsonl"
+    text = "".join(line(step, attempt, loss=i) for i, (step, attempt) in enumerate(rows)).encode()
+    file.write_bytes(b"")
+    columns = Columns(file)
+    start = 0
+    for cut in [*cuts, len(text)]:
+        with file.open("ab") as stream:
+            stream.write(text[start : start + cut])
+        start += cut
+        columns.read_all()
+    with file.open("ab") as stream:
+        stream.write(text[start:])
+    same_as_metrics(columns.read_all())
+
+
+def test_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    foreign = ['{"step": 3, "att\n', "[1, 2]\n", "\n", '{"step": null, "attempt": 1}\n', "\x00\x00\n", '"text"\n',
+               '{"step": 1e400, "attempt": 1}\n', '{"attempt": 1}\n',
+               '{"step": 5, "attempt": 1}{"step": 6, "attempt": 1}\n']  # fmt: skip
+    file.write_text(line(1) + "".join(foreign) + line(2, loss="high") + line(3, loss=float("nan")) + line(4))
+    columns = Columns(file).read_all()
+    assert columns["step"].tolist() == [1, 2, 3, 4]
+    assert columns.skipped_lines == len(foreign)
+    assert np.isnan(columns["loss"][1:3]).all() and np.isfinite(columns["loss"][[0, 3]]).all()
+
+
+def test_a_chunk_with_nan_is_still_read_fast_and_infinity_stays(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1, loss=float("nan")))
+    assert columns_module._parse_fast(file.read_bytes().replace(b": NaN", b": null")) is not None
+    file.write_text(line(1, loss=float("nan")) + line(2, loss=float("inf")))
+    assert str(Columns(file).read_all()["loss"].tolist()) == "[nan, inf]"
+
+
+def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1) + line(2)[:20])
+    columns = Columns(file).read_all()
+    assert len(columns) == 1 and columns.skipped_lines == 0
+    with file.open("a") as stream:
+        stream.write(line(2)[20:])
+    assert columns.read_all()["step"].tolist() == [1, 2]
+
+
+def test_a_cut_replaced_or_removed_file(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step) for step in range(1, 50)))
+    columns = Columns(file).read_all()
+    revision = columns.revision
+    file.unlink()
+    assert len(columns.read_all()) == 49, "what was read stays"
+    file.write_text(line(1))
+    assert len(columns.read_all()) == 1 and columns.revision > revision
+    file.write_text("".join(line(step, loss=1.0) for step in range(1, 99)))  # longer, and another file
+    assert len(columns.read_all()) == 98 and (columns["loss"] == 1).all()
+
+
+def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(line(1) + "x" * 5000 + "\n" + line(2))
+    columns = Columns(file)
+    while columns.poll(1000) or columns.position < file.stat().st_size:
+        pass
+    assert columns["step"].tolist() == [1, 2] and columns.skipped_lines >= 1
+
+
+def test_the_cache_gives_the_same_columns_and_a_wrong_one_is_ignored(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(columns_module, "CACHE_FROM_ROWS", 100)
+    file, cache = tmp_path / "metrics.jsonl", tmp_path / "monitor" / "columns.bin"
+    file.write_text("".join(line(step) for step in range(1, 300)) + "foreign\n")
+    first = Columns(file, cache).read_all()
+    assert first.save_cache() and not first.save_cache(), "nothing new to keep"
+    with file.open("a") as stream:
+        stream.write(line(250, attempt=2))
+    second = Columns(file, cache)
+    assert len(second) == 299 and second.position < file.stat().st_size, "came from the cache"
+    same_as_metrics(second.read_all())
+    assert len(second) == 250
+    whole = cache.read_bytes()
+    for damaged in (whole[:-8], b"{}\n", b"", whole.replace(b'"version": 1', b'"version": 9')):
+        cache.write_bytes(damaged)
+        same_as_metrics(Columns(file, cache).read_all())
+    file.write_text(line(7) * 400)
+    cache.write_bytes(whole)
+    assert Columns(file, cache).read_all()["step"].tolist() == [7]
+
+
+def test_many_rows_take_the_fast_way_and_come_back_from_the_cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(columns_module, "_parse_slowly", lambda text: pytest.fail("the slow parser was used"))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(f'{{"step": {i}, "attempt": 1, "loss": {i % 7}}}\n' for i in range(200_000)))
+    columns = Columns(file, tmp_path / "columns.bin").read_all()
+    assert len(columns) == 200_000 and columns.save_cache()
+    again = Columns(file, tmp_path / "columns.bin")
+    assert len(again) == 200_000 and not again.poll()
+    np.testing.assert_array_equal(again._data[:, :200_000], columns._data[:, :200_000])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), min_size=1, max_size=400),
+    decay=st.sampled_from([0.0, 0.3, 0.9, 0.999]),
+    cut=st.integers(0, 400),
+)
+def test_the_average_is_exact_however_it_was_fed(values, decay, cut) -> None:
+    average = Average(decay)
+    values = np.array(values)
+    if cut:
+        average.update(values[:cut])
+    result = average.update(values)
+    total = weight = 0.0
+    for got, value in zip(result, values, strict=True):
+        if np.isfinite(value):
+            total, weight = decay * total + value, decay * weight + 1
+        assert np.isnan(got) if not weight else got == pytest.approx(total / weight, rel=1e-9, abs=1e-9)
+
+
+def test_the_recurrence_over_many_blocks() -> None:
+    values = np.random.default_rng(0).normal(size=70_001)
+    expected, total = np.empty_like(values), 5.0
+    for i, value in enumerate(values):
+        total = 0.99 * total + value
+        expected[i] = total
+    np.testing.assert_allclose(discounted_sum(values, 0.99, 5.0), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_no_spike_is_lost_in_a_window(log: bool) -> None:
+    x = np.arange(1.0, 100_001)
+    values = np.zeros_like(x)
+    values[[17, 50_000, 99_999]] = 9, -5, 7
+    edges = pixel_edges(x, 300, None, None, log)
+    assert len(edges) <= 301
+    low, high = envelope(values, edges)
+    assert high.max() == 9 and low.min() == -5 and high[-1] == 7
+    assert edges[0] == 0 and edges[-1] == len(x), "each row in one pixel"
+    part = pixel_edges(x, 300, 40_000, 40_100, log)
+    assert x[part[0]] < 40_000 and x[part[-1] - 1] > 40_100
+
+
+def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31)))
+    columns = Columns(file).read_all()
+    curves = Curves(columns, {1: 1e-4, 2: 2e-4}.__getitem__, smoothing=0.5)
+    curves.update()
+    assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
+    curves.window(("loss",), axis="step", width=100, start=None, end=None, log=False)
+    with file.open("a") as stream:
+        stream.write(line(11, attempt=2, loss=1.0))
+    columns.read_all()
+    curves.update()
+    x, values = curves.window(("loss", "mfu"), axis="tokens", width=100, start=None, end=None, log=False)
+    assert len(x) == 11 and x[-1] == 11 * 1024
+    assert values.shape == (6, 11) and values[0, -1] == 1.0
+    assert values[4].tolist() == pytest.approx([0.2048] * 10 + [0.4096])
+    fresh = Average(0.5).update(columns["loss"])
+    np.testing.assert_allclose(values[2], fresh)
+
+
+def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
+    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: 1.0)
+    curves.update()
+    x, values = curves.window(("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True)
+    assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 10

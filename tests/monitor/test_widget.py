@@ -1,0 +1,194 @@
+"""The widget's kernel side, without a browser, and the chart library's bundle."""
+
+import base64
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.state import JobState, asked_at, take_request
+from kit.errors import RunError
+from kit.monitor import bundle
+from kit.monitor.dashboard import Dashboard, View
+from tests.monitor.recorded import add_rows, dead_process, recorded_run, rows, say
+
+anywidget = pytest.importorskip("anywidget")
+from kit.monitor.widget import Monitor  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """The chart library, which tests do not fetch."""
+    if not bundle.is_bundled():
+        pytest.skip(f"uPlot was not fetched: {bundle.COMMAND}")
+    return bundle.VENDOR
+
+
+@pytest.fixture
+def show(bundled):
+    """Shows runs, and ends their threads."""
+    shown = []
+
+    def monitor(run, **options) -> Monitor:
+        shown.append(Monitor(run, **options))
+        return shown[-1]
+
+    yield monitor
+    for widget in shown:
+        widget.close()
+
+
+def until(condition, limit_s: float = 5.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def unpack(widget: Monitor) -> tuple[np.ndarray, np.ndarray]:
+    n = widget.frame["n"]
+    return np.frombuffer(widget.window, "<f8", n), np.frombuffer(widget.window, "<f4", offset=8 * n).reshape(-1, n)
+
+
+def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=50)
+    widget = show(run)
+    assert widget.facts["step"] == 50 and unpack(widget)[0].tolist() == list(range(1, 51))
+    start = time.monotonic()
+    add_rows(run, 51, 60)
+    until(lambda: widget.frame["rows"] == 60)
+    assert time.monotonic() - start < 1.0
+    x, values = unpack(widget)
+    assert x[-1] == 60 and values.shape == (3 * 6 + 1, 60)
+
+
+def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
+    widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
+    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "request": 7}, [])
+    assert widget.frame["request"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
+    widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
+    _, values = unpack(widget)
+    np.testing.assert_array_equal(values[0], values[2])
+    nonsense = [None, 3, {}, {"type": "view", "start": "a", "end": [], "width": 1e99, "axis": 7}, {"type": "smoothing"},
+                {"type": "smoothing", "value": 1.0}, {"type": "smoothing", "value": float("nan")},
+                {"type": "log", "rank": "x"},
+                {"type": "action", "name": "rm"}, {"type": "drawn", "duration_s": None},
+                {"type": "view", "start": 5, "end": 2}, {"type": "view", "width": float("inf")}]  # fmt: skip
+    for message in nonsense:
+        widget._on_message(widget, message, [])
+        assert widget.failure == ""
+    assert widget.dashboard.curves.smoothing == 0.0 and widget.frame["axis"] == "step"
+
+
+def test_a_slow_browser_is_sent_fewer_pictures(show, tmp_path: Path) -> None:
+    widget = show(recorded_run(tmp_path / "run"))
+    widget._on_message(widget, {"type": "drawn", "duration_s": 0.5}, [])
+    assert widget._tick_s == 1.5
+
+
+def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    widget = show(run)
+    widget._on_message(widget, {"type": "action", "name": "checkpoint"}, [])
+    until(lambda: asked_at(run.directory, "checkpoint"))
+    assert take_request(run.directory, "checkpoint")
+    until(lambda: widget.facts["actions"]["checkpoint"]["taken_at"])
+    say(run, JobState.RUNNING, step=400, process=dead_process())
+    until(lambda: widget.facts["actions"]["checkpoint"]["done_at"])
+    assert widget.facts["actions"]["checkpoint"]["note"] == "the job ended first"
+    assert widget.facts["state"] == "lost" and widget.facts["allowed"] == ["resume"]
+    widget._on_message(widget, {"type": "action", "name": "resume"}, [])
+    until(lambda: widget.facts["actions"].get("resume", {}).get("done_at"))
+    assert "refused" in widget.facts["actions"]["resume"]["note"], "there are no data to train on"
+
+
+def test_a_kill_is_shown_as_lost_within_five_seconds(show, tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    widget = show(run)
+    until(lambda: widget.facts["state"] == "running")
+    say(run, JobState.RUNNING, step=400, process=dead_process())
+    until(lambda: widget.facts["state"] == "lost", limit_s=5)
+
+
+def test_a_removed_directory_keeps_the_last_picture(show, tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    widget = show(run)
+    shutil.rmtree(run.directory, ignore_errors=True)  # the view may write an alert at this moment
+    until(lambda: widget.facts["state"] == "lost")
+    assert widget.frame["rows"] == 400 and widget.failure == ""
+
+
+def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path: Path, monkeypatch) -> None:
+    run = recorded_run(tmp_path / "run", steps=300)
+    widget = show(run, baselines={"published": 2.0})
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
+    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data))
+    widget._ipython_display_()
+    view, picture = shown
+    assert view["text/plain"] == "run: running, step 300 of 1000"
+    assert "application/vnd.jupyter.widget-view+json" in view and "image/png" not in view
+    assert base64.b64decode(picture["image/png"]).startswith(b"\x89PNG") and widget.model_id in picture["text/html"]
+    assert len(json.dumps([view, picture])) < 200_000
+    for value in (widget.frame, widget.facts, widget.alerts):
+        json.dumps(value, allow_nan=False)
+
+
+def test_an_empty_run_has_a_view_and_a_picture(show, tmp_path: Path) -> None:
+    widget = show(recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING))
+    assert widget.frame["n"] == 0 and widget.facts["state"] == "starting"
+    assert "image/png" in widget._still()
+
+
+def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
+    import threading
+
+    widget = show(recorded_run(tmp_path / "run"))
+    before = [thread for thread in threading.enumerate() if thread.name.startswith("kit_follow")]
+    widget.close()
+    until(lambda: not any(thread.is_alive() for thread in before[-2:]))
+
+
+def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=100)
+    other = recorded_run(tmp_path / "other", steps=60)
+    dashboard = Dashboard(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
+    dashboard.read()
+    description, window = dashboard.frame(View())
+    curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
+    expected = [json.loads(line)["loss"] for line in rows(1, 60)]
+    np.testing.assert_allclose(curve[:60], expected, rtol=1e-5)
+    assert np.isnan(curve[60:]).all()
+    assert description["others"] == ["other"] and description["levels"] == {"level": 2.5}
+
+
+def test_facts_of_the_last_step(tmp_path: Path) -> None:
+    dashboard = Dashboard(recorded_run(tmp_path / "run", steps=100))
+    dashboard.read()
+    facts, metrics = dashboard.facts(), dashboard.run.metrics()
+    assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
+    assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
+    assert facts["tokens"] == metrics.total_tokens[-1] and facts["tokens_left"] == 900 * 4096
+    assert facts["eta_s"] == pytest.approx(900 * metrics.summary()["step_time_s"])
+
+
+def test_no_library_is_told_with_the_command(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bundle, "VENDOR", tmp_path)
+    with pytest.raises(RunError, match="python -m kit.monitor.bundle"):
+        bundle.source()
+    monkeypatch.setattr(bundle.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bundle, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="no npm"):
+        bundle.bundle()
+
+
+def test_the_bundle_is_the_pinned_version_with_its_licence(bundled: Path) -> None:
+    assert f"uPlot.js (v{bundle.version()})" in (bundled / "uPlot.iife.min.js").read_text()[:400].replace(
+        "\n", " "
+    ) or (json.loads((bundled / "package.json").read_text())["version"] == bundle.version())
+    assert "MIT" in (bundled / "LICENSE").read_text()
+    lock = json.loads((bundle.STATIC / "package-lock.json").read_text())["packages"]["node_modules/uplot"]
+    assert lock["version"] == bundle.version() and lock["integrity"].startswith("sha512-")
