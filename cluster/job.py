@@ -122,9 +122,9 @@ def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
         state = read_state(run_dir)
         if state is None or state.attempt != attempt or state.scheduler_job is not None:
             return  # the job was quicker: it runs and has said so itself
-        state.replace(scheduler_job=job, process=None, reason=f"submitted to {job.scheduler} as {job.id}").write(
-            run_dir / "state.json"
-        )
+        waits = state.state is JobState.QUEUED  # else it was quicker, and has said who it is
+        said = {"process": None, "reason": f"submitted to {job.scheduler} as {job.id}"} if waits else {}
+        state.replace(scheduler_job=job, **said).write(run_dir / "state.json")
 
 
 def take_over(run_dir: Path, job: SchedulerJob) -> int:

@@ -25,7 +25,7 @@ from cluster.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
 from cluster.local_supervisor import become_rank, become_subreaper, kill_descendants
 from cluster.record import Record, field_doc
 from cluster.slurm import hosts, requeue_this
-from cluster.state import JobError, JobState, SchedulerJob, read_state, record_event
+from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
 
 ANSWER_WAIT_S = 10.0
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
@@ -118,15 +118,18 @@ class Keeper:
 
     def _requeue(self) -> None:
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
-        state = read_state(self.run_dir)
-        if state is None or state.attempt != self.attempt:
-            return  # a newer attempt owns the directory
         host = hosts(os.environ["SLURM_JOB_NODELIST"])[0]
-        lost = state.replace(state=JobState.REQUEUED, reason=f"{host} fell silent, with the supervisor on it")
+        with locked(self.run_dir):
+            state = read_state(self.run_dir)
+            if state is None or state.attempt != self.attempt:
+                return  # a newer attempt owns the directory
+            if state.state is not JobState.REQUEUED:  # each node comes here, and one loss must count once
+                lost = state.replace(state=JobState.REQUEUED, reason=f"{host} fell silent, with the supervisor on it")
+                lost.write(self.run_dir / "state.json")
+                record_event(self.run_dir, lost, lost_node=host)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it to the very commands that ask for it
         try:
             requeue_this(job, self.run_dir)
-            lost.write(self.run_dir / "state.json")
-            record_event(self.run_dir, lost, lost_node=host)
         except JobError as error:
             print(error, file=sys.stderr)
 

@@ -151,35 +151,32 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
     Raises:
         JobError: Slurm refuses or does not answer.
     """
-    ended = job.status().state.is_final
-    if not ended:
-        slurm_command(["scontrol", "requeue", slurm_job.id], slurm_job.config)
-        exclude_lost_nodes(job.run_dir, slurm_job)
-    else:
+    if job.status().state.is_final:
         submit(job.spec, Site.read(job.run_dir / "site.json"))
+    else:
+        requeue_this(slurm_job, job.run_dir)
 
 
 def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
-    """Puts the job that calls this back into the queue, without nodes that failed it twice.
+    """Puts a job that has not ended back into the queue, without the nodes that failed it EXCLUDED_AFTER times.
 
     Raises:
         JobError: Slurm refuses or does not answer.
     """
+    nodes = lost_nodes(run_dir)
+    # Only a waiting job can be told to avoid nodes, and unless it is held it may have started on them by then.
+    word = "requeuehold" if nodes else "requeue"
     try:
-        slurm_command(["scontrol", "requeue", job.id], job.config)
+        slurm_command(["scontrol", word, job.id], job.config)
     except JobError as error:
         if "pending" not in str(error):  # then somebody else was quicker
             raise
-    exclude_lost_nodes(run_dir, job)
-
-
-def exclude_lost_nodes(run_dir: Path, job: SchedulerJob) -> None:
-    """Tells Slurm to start a waiting job without the nodes that were lost EXCLUDED_AFTER times in this run."""
-    if nodes := lost_nodes(run_dir):
+    if nodes:
         try:
             slurm_command(["scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}"], job.config)
         except JobError as error:  # it waits in the queue all the same
             print(f"{', '.join(nodes)} cannot be left out: {error}", flush=True)
+        slurm_command(["scontrol", "release", job.id], job.config)
 
 
 def lost_nodes(run_dir: Path) -> list[str]:

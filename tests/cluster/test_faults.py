@@ -62,6 +62,11 @@ def eventually(condition, timeout_s=60.0):
     return result
 
 
+def running(job: Job, attempt: int) -> bool:
+    state = read_state(job.run_dir)
+    return state is not None and (state.attempt, state.state) == (attempt, JobState.RUNNING)
+
+
 def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
     """Waits until a step is done, of whatever attempt."""
 
@@ -176,16 +181,19 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
 
 
 def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
+    spare = "NodeName=node[3-4]"
+    nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")  # or the job would leave node2 by itself
     job = standin(tmp_path / "twice", site, num_nodes=2, num_processes=2)
-    for _ in range(2):
-        at_step(job, 10)
+    for attempt in (1, 2):
+        assert eventually(lambda attempt=attempt: running(job, attempt), 180), job.status()
         start = time.time()
         nodes.cut("node2")
         event(job, "requeued", start)
         nodes.recover("node2")
+    nodes.run("scontrol", "update", spare, "State=resume")
     start = time.time()
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
-    at_step(job, 10)
+    assert eventually(lambda: running(job, 3), 180), job.status()
     state = read_state(job.run_dir)
     assert state is not None and state.scheduler_job is not None
     shown = nodes.run("squeue", "--noheader", f"--jobs={state.scheduler_job.id}", "--format=%N")

@@ -108,8 +108,11 @@ def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, t
     assert time.monotonic() - start < 20, "the others were not ended"
     assert (status.state, status.exit_code) == (JobState.FAILED, 1)
     assert status.reason == "rank 2 on node3 ended with code 1: no <such> thing"
-    shown = sandbox.run("scontrol", "show", "job", slurm_id(job))
-    assert "JobState=FAILED" in shown and "ExitCode=1:0" in shown, "Slurm knows the truth too"
+
+    def shown():  # COMPLETING until all nodes have cleaned up
+        return sandbox.run("scontrol", "show", "job", slurm_id(job))
+
+    assert eventually(lambda: "JobState=FAILED" in shown()) and "ExitCode=1:0" in shown(), "Slurm knows the truth too"
 
 
 WORDS = ["two words", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary", "naïve → 名", "50%j\\n"]

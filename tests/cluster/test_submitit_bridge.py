@@ -17,9 +17,10 @@ cloudpickle = pytest.importorskip("cloudpickle")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # as functions of a notebook are: no job can import them
 
 
-def add(a, b, *, seconds=0.0):
+def add(a, b, *, after=None):
     print("adding", a, b, flush=True)
-    time.sleep(seconds)
+    while after and not after.exists():
+        time.sleep(0.05)
     return a + b
 
 
@@ -45,9 +46,11 @@ def sandbox_site(tmp_path_factory):
 @pytest.mark.parametrize("name", ["laptop", "sandbox"])
 def test_value_log_and_state_of_a_function(name, tmp_path, request):
     site = request.getfixturevalue("sandbox_site") if name == "sandbox" else Site.load(name)
-    sent = send(add, 2, 3, seconds=1.0, site=site, run_dir=tmp_path / "run")
+    go = tmp_path / "go"
+    sent = send(add, 2, 3, after=go, site=site, run_dir=tmp_path / "run")
     with pytest.raises(JobError, match="in use"):
         send(add, 2, 3, site=site, run_dir=tmp_path / "run")
+    go.touch()
     assert sent.result() == 5
     job = Job.attach(tmp_path / "run")
     assert job.wait(20).state is JobState.DONE
