@@ -7,6 +7,7 @@ The script itself comes from `cluster.render`; what runs inside the allocation i
 Source of states and reasons: https://slurm.schedmd.com/squeue.html
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -107,11 +108,14 @@ def submit(job: JobSpec, site: Site) -> Job:
     site.write(run_dir / "site.json")
     for name, text in texts.items():
         write_atomic(run_dir / name, text)
+    job_id = ""
     try:
-        job_id = ""
         for name in texts:
             job_id = _sbatch(run_dir, name, after=job_id)
     except JobError as error:
+        if job_id:  # what was to compile ahead for the job that was refused
+            with contextlib.suppress(JobError):
+                cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
         report = ExitReport(attempt=attempt, rc=1, reason=str(error), host=os.uname().nodename, time=time.time())
         write_exit(run_dir, report)
         update_state(run_dir, attempt=attempt, state=JobState.FAILED, reason=str(error))
@@ -270,12 +274,12 @@ def _words(native: str, nodes: str, reason: str) -> str:
 
 
 def _ended(job_id: str, config: str | None) -> Look | None:
-    """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one)."""
-    try:
-        found = _show(job_id, config)
-    except JobError:
-        found = {}
-    if found:
+    """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
+
+    Raises:
+        JobError: scontrol does not answer; a job that nobody could be asked about is not taken for a lost one.
+    """
+    if found := _show(job_id, config):
         return _final(
             found["JobState"], found.get("ExitCode", "0:0"), found.get("NodeList", ""), found.get("Reason", "")
         )

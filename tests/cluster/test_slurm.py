@@ -224,6 +224,38 @@ def test_scheduler_that_does_not_answer_leaves_what_the_files_say():
     assert look.state is None and "slurm does not answer: Unable to contact" in look.reason
 
 
+def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch):
+    def answer(words, config, cwd=None):
+        if words[0] == "squeue":
+            return ""
+        raise JobError(f"{words[0]}: Unable to contact slurm controller")
+
+    monkeypatch.setattr(slurm, "slurm_command", answer)
+    job = SchedulerJob(scheduler="slurm", id="1")
+    assert Poller(slurm.look).look(job).state is None, "else it would be sent a second time"
+
+
+def test_compilation_ahead_of_a_refused_job_is_cancelled(tmp_path, monkeypatch):
+    words_seen = []
+
+    def answer(words, config, cwd=None):
+        words_seen.append(words)
+        if words[0] == "sbatch" and words[-1] == "submit.sh":
+            raise JobError("sbatch: invalid partition")
+        return "41\n"
+
+    monkeypatch.setattr(slurm, "slurm_command", answer)
+    monkeypatch.setattr(preflight, "check", lambda job, site: None)
+    site = Site.load("trn1.32xlarge")
+    assert site.slurm is not None
+    site = site.replace(slurm=site.slurm.replace(partition="queue"))
+    with pytest.raises(JobError, match="invalid partition"):
+        slurm.submit(job_spec(tmp_path / "run", num_nodes=1, num_processes=32), site)
+    assert [words[-1] for words in words_seen] == ["compile.sh", "submit.sh", "41"]
+    assert words_seen[-1] == ["scancel", "41"]
+    assert Job.attach(tmp_path / "run").status().state is JobState.FAILED
+
+
 def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch):
     if reason := why_not():
         pytest.skip(reason)
