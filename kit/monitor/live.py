@@ -99,8 +99,9 @@ def _curve(metrics: Metrics, num_steps: int, baselines: dict[str, float]) -> str
     """Returns the training loss, raw and averaged, over the whole planned length of the run, as SVG."""
     if not len(metrics):
         return f"<div style='height:{HEIGHT}px;{MUTED};padding-top:12px'>Waiting for the first step.</div>"
-    levels = [*metrics["loss"], *baselines.values()]
-    low, high = np.nanmin(levels), np.nanmax(levels)
+    levels = np.array([*metrics["loss"], *baselines.values()])
+    levels = levels[np.isfinite(levels)] if np.isfinite(levels).any() else np.zeros(1)  # nothing but NaN: diverged
+    low, high = levels.min(), levels.max()
     left, bottom = 44, HEIGHT - 18
     x = left + (WIDTH - left - 8) * metrics["step"] / num_steps
     scale = (bottom - 12) / max(high - low, 1e-9)

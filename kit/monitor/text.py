@@ -92,7 +92,8 @@ def _sparkline(values: np.ndarray, width: int = 60) -> str:
     if not len(values):
         return ""
     means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
-    low, high = np.nanmin(means), np.nanmax(means)
-    levels = (means - low) / (high - low) if high > low else np.zeros_like(means)
+    finite = means[np.isfinite(means)]
+    low, high = (finite.min(), finite.max()) if finite.size else (np.nan, np.nan)
+    levels = np.where(np.isfinite(means), (means - low) / (high - low) if high > low else 0.0, np.nan)
     bars = "".join(BARS[round(level * (len(BARS) - 1))] if np.isfinite(level) else "?" for level in levels)
     return f"loss {high:.2f} {bars} {means[-1]:.2f}"

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import xml.etree.ElementTree
 from pathlib import Path
@@ -14,7 +15,7 @@ from cluster.job import JobSpec
 from cluster.site import Site
 from kit.monitor import run_figure
 from kit.monitor.live import view_html
-from kit.monitor.text import status_row
+from kit.monitor.text import _sparkline, status_row
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -69,6 +70,22 @@ def test_html_view_has_a_curve_and_escapes_names(run: Run) -> None:
 def test_html_view_before_the_first_step(run: Run) -> None:
     (run.directory / "metrics.jsonl").write_text("")
     assert "Waiting for the first step" in view_html(run)
+
+
+@pytest.mark.parametrize("losses", [[8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
+def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
+    lines = (run.directory / "metrics.jsonl").read_text().splitlines()[: len(losses)]
+    rows = [json.dumps({**json.loads(line), "loss": loss}) for line, loss in zip(lines, losses, strict=True)]
+    (run.directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    source = re.search(r"base64,([^']+)'", view_html(run))
+    assert source
+    raw = re.search(r"opacity='0.35' points='([^']*)'", base64.b64decode(source[1]).decode())
+    assert raw
+    heights = {float(point.split(",")[1]) for point in raw[1].split()}
+    known = [loss for loss in losses if math.isfinite(loss)]
+    assert len(heights) == len(known), "steps before the divergence keep their scale"
+    bars = _sparkline(np.array(losses))
+    assert bars.count("?") == len(losses) - len(known) and ("▁" in bars) == bool(known)
 
 
 def test_figure_and_its_table(run: Run) -> None:
