@@ -149,6 +149,16 @@ def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> 
     assert sorted(run.plans()) == [1, 2]
 
 
+def test_second_import_of_a_log_that_began_anew_keeps_nothing_of_the_first(log: Path) -> None:
+    start = head(ARGUMENTS, vocabulary=51200)
+    log.write_text(start + "".join(line(s, 346.0) for s in (1, 2)) + start + line(2, 350.0))
+    assert megatron(log)[0].attempts == 2
+    log.write_text(start + line(1, 346.0))
+    report, run = megatron(log)
+    assert report.attempts == 1 and sorted(run.plans()) == [1]
+    assert run.job.status().attempt == 1 and len(run.job.history) == 1
+
+
 def test_restart_without_arguments_is_seen_by_its_repeated_steps(log: Path) -> None:
     steps = [line(step, 346.0) for step in (1, 2, 3)] + [line(step, 350.0) for step in (2, 3)]
     log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(steps))
