@@ -17,8 +17,9 @@ from kit.estimate.published import PublishedRun
 def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0) -> tuple[Row, ...]:
     """Returns errors on the rows of a CSV: of each machine, and of all together.
 
-    A machine that has published rows of its own in the kit starts from these, others from the population. `calibrate`
-    runs of each machine (never all), chosen by the kit out of a random half of its rows, are fitted and not scored.
+    A machine that has published rows of its own in the kit starts from these (less those that are in the CSV too: no
+    row is scored by a fit that has seen it), others from the population. `calibrate` runs of each machine (never all),
+    chosen by the kit out of a random half of its rows, are fitted and not scored.
 
     Args:
         file: the CSV.
@@ -57,7 +58,9 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
 def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, Array, str]:
     """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
     rows = rows_of(runs)
+    given = set(runs)
     known = [run for run in published.load() if run.kind == "measured" and _same_machine(run, runs[0])]
+    known = [run for run in known if run not in given]
     prior = Prior.default()
     start = fitting.fit(rows_of(known), prior) if known else fitting.prior_only(prior)
     count = min(calibrate, len(runs) - 1)
@@ -71,7 +74,7 @@ def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, 
     rest[chosen] = False
     found = start
     if count:
-        own = rows_of([*(known if len(known) else []), *(runs[i] for i in chosen)])
+        own = rows_of([*known, *(runs[i] for i in chosen)])
         found = fitting.fit(own, prior, start=start.values)
     error, covered = _errors(rows.select(rest), found)
     basis = f"{len(known)} published rows of this machine" if known else "average of published machines"

@@ -119,9 +119,10 @@ def test_rows_of_a_new_machine_are_scored_better_after_calibration(tmp_path, pub
 
 def test_a_machine_of_the_kit_starts_from_its_own_rows(tmp_path, published_rows):
     rows = [row for row in published_rows if row["system"] == "Selene"]
-    table = {row.name: row for row in validate.validate(write(tmp_path / "rows.csv", rows))}
-    assert "27 published rows of this machine" in table["Selene: mean error"].note
-    assert table["Selene: mean error"].value < 0.04
+    table = {row.name: row for row in validate.validate(write(tmp_path / "rows.csv", rows[::3]))}
+    assert "9 rows" in table["Selene: mean error"].note
+    assert "18 published rows of this machine" in table["Selene: mean error"].note, "without those that are scored"
+    assert table["Selene: mean error"].value < 0.06
 
 
 def test_refused_rows_are_counted_and_the_rest_is_scored(tmp_path, published_rows):
