@@ -88,6 +88,8 @@ class EstimatedRate:
                 plan.check(self.spec)
                 plans.append((number, plan))
         grid = np.full([len(choices) for choices in space.values()], np.nan)
+        if not plans:
+            return grid
         layouts = Layouts.of(self.spec, [plan for _, plan in plans])
         risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
         rate = self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
@@ -99,7 +101,8 @@ class EstimatedRate:
 class MeasuredRate:
     """Objective on real runs of the kit: tokens per second, median over the steps after the first `warm_up`.
 
-    Each trial is a run directory below `directory`, named by its parameters; one that has finished is not run again.
+    Each trial is a run directory below `directory`, named by its parameters. One that has ended is not run again, and
+    one that outlived the search that started it is waited for.
     """
 
     spec: ModelSpec
@@ -123,9 +126,8 @@ class MeasuredRate:
 
         plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
         directory = Path(self.directory) / "-".join(f"{name}_{value}" for name, value in sorted(parameters.items()))
-        if (directory / "exit.json").exists():
-            run = Run.open(directory)
-        else:
+        run = Run.open(directory) if (directory / "job.json").exists() else None
+        if run is None or run.job.status().state is JobState.LOST:
             run = launch(directory, spec=self.spec, plan=plan, recipe=self.recipe, site=self.site)
         try:
             status = run.job.wait(timeout_s=self.timeout_s)

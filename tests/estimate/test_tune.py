@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+import kit
 from cluster.site import Site
 from kit.errors import ConfigError, RunError
 from kit.estimate.activations import KIT
@@ -156,6 +157,10 @@ def test_grid_of_the_estimator_equals_single_trials(estimated, space, grid):
     assert failures == {TrialFailure, ConfigError}
 
 
+def test_grid_of_a_space_without_any_plan_is_all_failures(estimated, space):
+    assert np.isnan(estimated.rates(space | {"tensor_parallel": (3,)})).all()
+
+
 def _lookup(space, grid):
     def objective(parameters):
         return grid[tuple(choices.index(parameters[name]) for name, choices in space.items())]
@@ -251,3 +256,14 @@ def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
     assert [trial.parameters["tensor_parallel"] * trial.parameters["pipeline_parallel"] for trial in failed] == [4]
     assert (trials.values[~np.isnan(trials.values)] > 0).all()
     assert measured(trials.best.parameters) == trials.best.value  # read from its run, not run again
+
+
+@pytest.mark.slow
+def test_a_trial_that_outlived_its_search_is_waited_for(tmp_path, tiny_dataset, llama_spec):
+    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
+    spec, parameters = llama_spec.replace(vocab_size=300), {"micro_batch_size": 2}
+    measured = MeasuredRate(spec=spec, recipe=recipe, directory=tmp_path, num_devices=1)
+    plan = plan_of(parameters, devices_per_node=1)
+    run = kit.launch(tmp_path / "micro_batch_size_2", spec=spec, plan=plan, recipe=recipe)
+    assert not run.job.state.is_final
+    assert measured(parameters) > 0 and run.job.status().attempt == 1
