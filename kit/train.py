@@ -241,7 +241,10 @@ def _record_attempt(run: Run, attempt: int) -> None:
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:  # a container without git
+        commit = None
     facts = {
         "attempt": attempt,
         "host": platform.node(),

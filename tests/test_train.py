@@ -22,6 +22,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.train import _record_attempt
 from tests.workers import run_ranks
 
 STEPS = 120
@@ -213,6 +214,14 @@ def test_two_launches_of_one_directory(spec, recipe, tmp_path):
         kit.launch(tmp_path / "twice", spec=spec, plan=DP2, recipe=recipe)
     run.job.cancel()
     assert run.job.wait(timeout_s=30).state is JobState.FAILED
+
+
+def test_attempt_is_recorded_where_there_is_no_git(spec, recipe, tmp_path, monkeypatch):
+    run = Run.create(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    _record_attempt(run, 3)
+    facts = json.loads((run.directory / "env.json").read_text())
+    assert facts["git"] is None and facts["attempt"] == 3 and 3 in run.plans()
 
 
 def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):

@@ -53,8 +53,8 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS | EVALUATION_PACKAGES]
         for file in files:
-            if file.endswith(suffixes):
-                path = Path(folder, file)
+            path = Path(folder, file)
+            if file.endswith(suffixes) and path.is_file():  # not a link to what is gone
                 yield path, path.relative_to(root).as_posix()
 
 

@@ -145,6 +145,13 @@ def test_default_corpus_has_no_tests_and_no_evaluation_questions():
         assert not {"test", "tests", *EVALUATION_PACKAGES} & set(inside)
 
 
+def test_default_corpus_passes_over_links_to_what_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "here.py").write_text("x = 1")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "absent")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)))
+    assert {name for _, group in installed_files() for _, name in group} == {"here.py"}
+
+
 def test_draw_is_uniform_and_depends_on_text_and_purpose(tmp_path):
     documents = list(Corpus(write_jsonl(tmp_path / "a.jsonl", [{"text": str(i)} for i in range(4000)])))
     draws = [document.draw("a") for document in documents]
