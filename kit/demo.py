@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     if not options.notebook.exists():
-        console.print(f"[red]{options.notebook} does not exist.[/] Run this in a clone of the repository.")
+        console.print(f"[red]{escape(str(options.notebook))} does not exist.[/] Run this in a clone of the repository.")
         return 1
     executed, code = options.out / options.notebook.name, 0
     runs = options.notebook.resolve().parent.parent / "runs"
@@ -136,9 +136,8 @@ def _say_if_alive(directory: Path, console: Console) -> None:
     except (ConfigError, RunError, JobError):
         return
     if alive:
-        console.print(
-            f"[yellow]The job in {directory} goes on.[/] Watch: kit watch {directory}. End: kit stop {directory}"
-        )
+        place = escape(str(directory))
+        console.print(f"[yellow]The job in {place} goes on.[/] Watch: kit watch {place}. End: kit stop {place}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 from rich.console import Console
+from rich.markup import escape
 
 from kit.demo import REPOSITORY, NotebookError, execute
 
@@ -38,7 +39,7 @@ def main() -> int:
         try:
             execute(notebooks[name], executed, console=console)
         except NotebookError as error:
-            console.print(f"[red]{name} failed; its old pictures stay.[/] {error}", soft_wrap=True)
+            console.print(f"[red]{name} failed; its old pictures stay.[/] {escape(str(error))}", soft_wrap=True)
             return 1
         gallery.mkdir(exist_ok=True)
         for old in gallery.glob(f"{name}--*.png"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.markup import escape
 
 from kit.bench import overhead, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
@@ -43,7 +44,7 @@ def main() -> int:
     try:
         written, kept = write_tables(options.document)
     except ConfigError as error:
-        console.print(f"[red]{error}[/]")
+        console.print(f"[red]{escape(str(error))}[/]")
         return 1
     console.print(
         f"{options.document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}"

@@ -121,9 +121,14 @@ def table(results: Results) -> str:
     for item in results.rows:
         met = {True: "yes", False: "**no**", None: ""}[item.ok]
         cells = (item.name, format_value(item.value, item.unit), item.target, met, item.note)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += ["", f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f}; `{results.command}`"]
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Returns text as a cell of a Markdown table: on one line, without what would end the cell or begin a tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def format_value(value: float, unit: str) -> str:

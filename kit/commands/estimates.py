@@ -39,10 +39,10 @@ def plan(
     if as_json:
         print(json.dumps(report.to_dict()))
         return
-    _print_table(report.title, report.header, report.rows)
+    _print_table(escape(report.title), report.header, report.rows)
     facts = Table.grid(padding=(0, 2, 0, 0))
     for label, text in report.facts:
-        facts.add_row(f"[dim]{label}[/]", text)
+        facts.add_row(f"[dim]{escape(label)}[/]", escape(text))
     console().print(facts)
 
 
@@ -65,7 +65,9 @@ def validate(
         print(json.dumps([item.to_dict() for item in found]))
         return
     met = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
-    lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], f"[dim]{r.note}[/]") for r in found]
+    lines = [
+        (escape(r.name), format_value(r.value, r.unit), r.target, met[r.ok], f"[dim]{escape(r.note)}[/]") for r in found
+    ]
     _print_table("Estimates against measurements", ("", "found", "target", "met", ""), lines)
 
 

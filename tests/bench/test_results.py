@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.bench.results import Results, format_value, row, write_results, write_tables
+from kit.bench.results import Results, format_value, row, table, write_results, write_tables
 from kit.errors import ConfigError
 
 
@@ -49,6 +49,13 @@ def test_table_replaces_what_stands_between_its_markers(tmp_path: Path) -> None:
     assert "old" not in text and text.startswith("before\n") and "after\n" in text and "kept" in text
     write_tables(document, directory=tmp_path / "results")
     assert document.read_text() == text, "a second time changes nothing"
+
+
+def test_cell_stays_on_one_line_and_is_no_markup() -> None:
+    note = table(
+        Results(name="a", command="", machine="", date="", load_before=0, rows=(row("x", 1, note="a\n<b> | c"),))
+    )
+    assert "| x | 1 |  |  | a &lt;b> \\| c |" in note.splitlines()
 
 
 def test_lost_marker_is_refused_and_nothing_is_written(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kit.estimate.published import FILE
+from kit.spec import ModelSpec
+
 
 def _kit(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "kit", *arguments], cwd=folder, capture_output=True, text=True)
@@ -33,6 +36,18 @@ def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
     words = _kit("--help", folder=tmp_path).stdout
     for command in ("launch", "resume", "status", "watch", "logs", "stop", "checkpoint", "eval", "data", "figure"):
         assert f"│ {command} " in words
+
+
+def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
+    spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
+    spec.write(tmp_path / "spec.json")
+    options = ("--site", "frontier", "--devices", "8", "--batch", "16", "--count", "1")
+    assert "odd [/b] name on 8 devices" in _kit("plan", "spec.json", *options, folder=tmp_path).stdout
+    rows = FILE.read_text().splitlines()
+    selene = next(line for line in rows if "Selene" in line)
+    (tmp_path / "rows.csv").write_text("\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n")
+    answer = _kit("validate", "--rows", "rows.csv", folder=tmp_path)
+    assert answer.returncode == 0 and "a [/b] machine:" in answer.stdout, answer.stdout
 
 
 def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
