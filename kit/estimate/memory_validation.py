@@ -19,8 +19,8 @@ from kit.spec import ModelSpec
 MIB, GIB = 2.0**20, 2.0**30
 A100_BYTES = 80 * GIB
 
-# Bytes allocated after a step on the last of 8 pipeline devices (TP 8, micro-batch 2, 7 layers there), MiB by replicas;
-# a line through them is 17,842 + 25,757 / DP. Source: logs of spyysalo/lumi-llm-scaling, 2023-06, MI250X, bf16.
+# Bytes allocated after a step on the last of 8 pipeline devices (TP 8, micro-batch 2, 7 layers there), MiB by replicas.
+# Source: logs of spyysalo/lumi-llm-scaling, 2023-06, MI250X, bf16.
 LUMI_ALLOCATED_MIB = {2: 30_719, 4: 24_284, 8: 21_064, 16: 19_454, 32: 18_641}
 # Peak bytes fall by this from one of 16 pipeline devices to the next. Source: log 405287 of the Frontier paper's
 # authors (sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a), GPT 175B, TP 4, PP 16, micro-batch 1, full recomputation.
@@ -117,21 +117,26 @@ def allocator_logs() -> list[Row]:
             convention=CONVENTIONS["deepspeed_bf16"],
         )  # fmt: skip
         modelled.append((stage.state + stage.buffers)[-1] / MIB)
-    inverse = 1 / np.array(list(LUMI_ALLOCATED_MIB))
-    slope, constant = np.polyfit(inverse, modelled, 1)
+    measured = list(LUMI_ALLOCATED_MIB.values())
     frontier = Plan(
         tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
     )
     held = memory_by_stage(Layouts.of(ModelSpec.preset("gpt-175b"), [frontier]), kernels=MEGATRON).activations
     step = float(-np.diff(held).mean() / MIB)
-    worst = float(np.max(np.abs(np.array(modelled) / list(LUMI_ALLOCATED_MIB.values()) - 1)))
+    worst = float(np.max(np.abs(np.array(modelled) / measured - 1)))
     return [
         row("Memory: LUMI 176B, five replica counts, worst error",
             worst, "fraction", at_most=0.03,
-            note=f"{constant:,.0f} + {slope:,.0f} / DP MiB; measured 17,842 + 25,757 / DP; nothing fitted"),
+            note=f"{_by_replicas(modelled)}; measured {_by_replicas(measured)}; nothing fitted"),
         row("Memory: Frontier 175B, MiB from stage to stage, error", abs(step / FRONTIER_STEP_MIB - 1),
             "fraction", at_most=0.03, note=f"{step:.1f} MiB; measured {FRONTIER_STEP_MIB}; nothing fitted"),
     ]  # fmt: skip
+
+
+def _by_replicas(allocated_mib: Sequence[float]) -> str:
+    """Returns the line through LUMI's five bytes as text: what every device holds, and what the replicas share."""
+    slope, constant = np.polyfit(1 / np.array(list(LUMI_ALLOCATED_MIB)), allocated_mib, 1)
+    return f"{constant:,.0f} + {slope:,.0f} / DP MiB"
 
 
 def korthikanti() -> list[Row]:

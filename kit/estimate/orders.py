@@ -8,8 +8,8 @@ from typing import Any, Self
 import numpy as np
 
 from cluster.record import ConfigError, suggestion
+from kit.estimate.layouts import SCHEDULES, Array
 
-Array = np.ndarray
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, PADDING = 0, 1, 2, 3, -1
 KINDS = "FBIW"
 """Letters of the kinds: forward, whole backward, backward for the input alone, backward for the weights alone."""
@@ -115,9 +115,8 @@ class Order:
 
 
 def _check(schedule: str, p: int, m: int, v: int) -> None:
-    names = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-    if schedule not in names:
-        raise ConfigError(f"schedule: {schedule!r} is not known. {suggestion(schedule, names)}")
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule: {schedule!r} is not known. {suggestion(schedule, SCHEDULES)}")
     for name, value in (("pipeline_parallel", p), ("num_microbatches", m), ("virtual_stages", v)):
         if value < 1:
             raise ConfigError(f"{name}: {value} is not allowed. Give a whole number from 1.")

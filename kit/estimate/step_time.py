@@ -11,7 +11,7 @@ import numpy as np
 
 from kit.estimate.communication import Links, all_gather, all_reduce, exposed
 from kit.estimate.hardware import Coefficients, Hardware
-from kit.estimate.layouts import SCHEDULES, Array, Layouts
+from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
 
 KERNELS = 30.0
 """Launched by one layer's forward pass; fused attention saves six."""
@@ -24,6 +24,7 @@ BACKWARD = 2 / 3
 STAGE_JITTER = 0.005
 """How much longer a pipeline takes per doubling of its stages, since each waits for whichever is late."""
 ZERO_BUBBLE, ZBV = SCHEDULES.index("zero_bubble"), SCHEDULES.index("zbv")
+SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 LAYER_TERMS = (
     "gemm", "attention", "elementwise", "host_launch", "tensor_parallel", "context_parallel", "recompute",
 )  # fmt: skip
@@ -71,7 +72,7 @@ class StepTime:
         """Returns the same with the forward pass of full recomputation counted."""
         x = self.layouts
         again = 2 * x.num_layers * (layer_params(x) + 2 * x.hidden_size * x.sequence_length)
-        flops = model_flops_per_token(x) + np.where(x.recompute == 2, again, 0.0)
+        flops = model_flops_per_token(x) + np.where(x.recompute == FULL, again, 0.0)
         return self._utilisation(flops, peak_flops_per_s)
 
     def days(self, tokens: float) -> Array:
@@ -181,8 +182,8 @@ def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Lay
     launches = (KERNELS - 6.0 * flash) * c.launch_s + np.where(t > 1, 2 * c.collective_launch_s, 0.0)
     forward_s = np.maximum(forward, launches)
     backward_s = np.maximum(backward, c.backward_launches * launches)
-    again = np.where(x.recompute == 1, np.where(flash, elementwise, attention), 0.0)
-    again = np.where(x.recompute == 2, forward_s, again)
+    again = np.where(x.recompute == SELECTIVE, np.where(flash, elementwise, attention), 0.0)
+    again = np.where(x.recompute == FULL, forward_s, again)
     return Layer(
         gemm=3 * gemm, attention=np.where(flash, 3.5, 3.0) * attention, elementwise=2.6 * elementwise,
         tensor_parallel=sums + sums_backward, context_parallel=3 * context,

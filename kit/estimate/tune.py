@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from kit.errors import MissingPackageError, RunError
 from kit.estimate.layouts import Array
 from kit.monitor.figure import BLUE, GREY, VERMILION
 from kit.pictures import Rows, figure_style
-
-if TYPE_CHECKING:
-    pass
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
