@@ -19,7 +19,6 @@ from cluster.record import ConfigError, Record, field_doc, html_table
 from cluster.scheduler import SECRET_WORDS
 from cluster.state import (
     Event,
-    ExitReport,
     JobError,
     JobState,
     RunState,
@@ -31,8 +30,7 @@ from cluster.state import (
     read_history,
     read_state,
     record_event,
-    update_state,
-    write_exit,
+    write_end,
 )
 from cluster.status import JobStatus as JobStatus
 from cluster.status import is_alive, read_status, why_unknown
@@ -306,12 +304,8 @@ class Job:
         poll.backend(job).cancel(job)
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
-            report = ExitReport(
-                attempt=state.attempt, rc=128 + signal.SIGTERM, reason="cancelled while it waited",
-                host=os.uname().nodename, time=time.time(),
-            )  # fmt: skip
-            write_exit(self.run_dir, report)
-            update_state(self.run_dir, attempt=state.attempt, state=JobState.FAILED, reason=report.reason)
+            reason = "cancelled while it waited"
+            write_end(self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason)
 
     def _log(self, rank: int, attempt: int | None) -> Path:
         newest = last_attempt(self.run_dir)

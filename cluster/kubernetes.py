@@ -9,7 +9,6 @@ the text can still be shown, and applied by hand. Standard library otherwise.
 
 import json
 import os
-import socket
 import sys
 import time
 from importlib import import_module
@@ -21,7 +20,7 @@ from cluster.manifest import INSTANCE, JOB_SET_API, MANAGED_BY, STOPPED_CODE, ku
 from cluster.poll import POLLER, Look
 from cluster.record import write_atomic
 from cluster.site import Site
-from cluster.state import ExitReport, JobError, JobState, SchedulerJob, read_state, update_state, write_exit
+from cluster.state import JobError, JobState, SchedulerJob, read_state, update_state, write_end
 
 SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
 TIMEOUT_S = 20.0
@@ -59,9 +58,7 @@ def submit(job: JobSpec, site: Site) -> Job:
         write_atomic(run_dir / "submit.yaml", manifest_text(job, site, attempt))
         name = cluster.create(manifests(job, site, attempt), namespace)
     except (JobError, OSError) as error:
-        report = ExitReport(attempt=attempt, rc=1, reason=str(error), host=socket.gethostname(), time=time.time())
-        write_exit(run_dir, report)
-        update_state(run_dir, attempt=attempt, state=JobState.FAILED, reason=str(error))
+        write_end(run_dir, attempt=attempt, rc=1, reason=str(error))
         raise
     hand_over(run_dir, attempt, SchedulerJob(scheduler="kubernetes", id=name, config=f"{cluster.context}/{namespace}"))
     return Job.attach(run_dir)
@@ -304,12 +301,8 @@ def main(words: list[str]) -> int:
             case ["begin", run_dir, attempt, namespace, job_id]:
                 begin(Path(run_dir), int(attempt), namespace, job_id)
             case ["end", run_dir, attempt]:
-                report = ExitReport(
-                    attempt=int(attempt), rc=0, reason="all ranks of the first pod ended with code 0",
-                    host=socket.gethostname(), time=time.time(),
-                )  # fmt: skip
-                write_exit(Path(run_dir), report)
-                update_state(Path(run_dir), attempt=int(attempt), state=JobState.DONE, reason=report.reason)
+                reason = "all ranks of the first pod ended with code 0"
+                write_end(Path(run_dir), attempt=int(attempt), rc=0, reason=reason)
             case _:
                 print(__doc__, file=sys.stderr)
                 return 2

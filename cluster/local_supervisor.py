@@ -33,7 +33,6 @@ from cluster.local import PACKAGE_ROOT
 from cluster.process import Process, child_pids
 from cluster.record import ConfigError, write_atomic
 from cluster.state import (
-    ExitReport,
     JobError,
     JobState,
     StaleAttemptError,
@@ -41,7 +40,7 @@ from cluster.state import (
     read_exit,
     read_state,
     update_state,
-    write_exit,
+    write_end,
 )
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -288,14 +287,10 @@ def record(run_dir: Path, attempt: int, outcome: Outcome) -> None:
     """Writes exit.json, then the final state; a newer attempt's files are left alone."""
     tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
     reason = f"{outcome.reason}: {tail.splitlines()[-1].strip()[:200]}" if tail else outcome.reason
-    report = ExitReport(
-        attempt=attempt, rc=outcome.rc, reason=reason, host=socket.gethostname(), time=time.time(),
-        failing_rank=outcome.failing_rank, log_tail=tail,
-    )  # fmt: skip
     try:
-        write_exit(run_dir, report)
-        final = JobState.FAILED if outcome.rc else JobState.DONE
-        update_state(run_dir, attempt=attempt, state=final, reason=reason)
+        write_end(
+            run_dir, attempt=attempt, rc=outcome.rc, reason=reason, failing_rank=outcome.failing_rank, log_tail=tail
+        )
     except (StaleAttemptError, OSError) as error:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,15 +19,7 @@ from cluster.job import Job, JobSpec, claim_attempt, hand_over
 from cluster.poll import Look
 from cluster.record import write_atomic
 from cluster.site import Site
-from cluster.state import (
-    ExitReport,
-    JobError,
-    JobState,
-    SchedulerJob,
-    read_history,
-    update_state,
-    write_exit,
-)
+from cluster.state import JobError, JobState, SchedulerJob, read_history, write_end
 
 COMMAND_TIMEOUT_S = 20.0
 EXCLUDED_AFTER = 2
@@ -102,23 +93,20 @@ def submit(job: JobSpec, site: Site) -> Job:
     check_submittable(site)
     preflight.check(job, site)
     run_dir = Path(job.run_dir)
-    attempt = claim_attempt(run_dir)
-    (run_dir / "logs").mkdir(exist_ok=True)
-    job.write(run_dir / "job.json")
-    site.write(run_dir / "site.json")
-    for name, text in texts.items():
-        write_atomic(run_dir / name, text)
-    job_id = ""
+    attempt, job_id = claim_attempt(run_dir), ""
     try:
+        (run_dir / "logs").mkdir(exist_ok=True)
+        job.write(run_dir / "job.json")
+        site.write(run_dir / "site.json")
+        for name, text in texts.items():
+            write_atomic(run_dir / name, text)
         for name in texts:
             job_id = _sbatch(run_dir, name, after=job_id)
-    except JobError as error:
+    except (JobError, OSError) as error:
         if job_id:  # what was to compile ahead for the job that was refused
             with contextlib.suppress(JobError):
                 cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
-        report = ExitReport(attempt=attempt, rc=1, reason=str(error), host=os.uname().nodename, time=time.time())
-        write_exit(run_dir, report)
-        update_state(run_dir, attempt=attempt, state=JobState.FAILED, reason=str(error))
+        write_end(run_dir, attempt=attempt, rc=1, reason=str(error))
         raise
     hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
     return Job.attach(run_dir)
@@ -359,6 +347,6 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
 
 def client_environment(config: str | None) -> dict[str, str]:
     """Returns the environment for a Slurm command: without what a surrounding job or habits would change."""
-    prefixes = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SRUN_")
+    prefixes = ("SLURM_", "SBATCH_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SRUN_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
     return kept | ({"SLURM_CONF": config} if config else {})

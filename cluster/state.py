@@ -18,6 +18,7 @@ import enum
 import fcntl
 import json
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +195,22 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
     with locked(run_dir):
         refuse_stale(run_dir, report.attempt)
         report.write(run_dir / "exit.json")
+
+
+def write_end(
+    run_dir: Path, *, attempt: int, rc: int, reason: str, failing_rank: int | None = None, log_tail: str = ""
+) -> None:
+    """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns the directory.
+    """
+    report = ExitReport(
+        attempt=attempt, rc=rc, reason=reason, host=socket.gethostname(), time=time.time(), failing_rank=failing_rank,
+        log_tail=log_tail,
+    )  # fmt: skip
+    write_exit(run_dir, report)
+    update_state(run_dir, attempt=attempt, state=JobState.FAILED if rc else JobState.DONE, reason=reason)
 
 
 def last_attempt(run_dir: Path) -> int:

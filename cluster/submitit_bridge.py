@@ -12,7 +12,6 @@ Standard library otherwise.
 import dataclasses
 import math
 import os
-import socket
 import sys
 import time
 import traceback
@@ -26,7 +25,7 @@ from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.scheduler import Slurm, quote
 from cluster.site import Site
-from cluster.state import ExitReport, JobError, JobState, SchedulerJob, log_path, update_state, write_exit
+from cluster.state import JobError, JobState, SchedulerJob, log_path, update_state, write_end
 
 DEFAULT_LIMIT_S = 3600.0
 
@@ -53,11 +52,7 @@ class Recorded:
         return value
 
     def _end(self, rc: int, reason: str, tail: str = "") -> None:
-        host, now = socket.gethostname(), time.time()
-        report = ExitReport(attempt=self.attempt, rc=rc, reason=reason, host=host, time=now, log_tail=tail)
-        write_exit(Path(self.run_dir), report)
-        state = JobState.FAILED if rc else JobState.DONE
-        update_state(Path(self.run_dir), attempt=self.attempt, state=state, reason=reason)
+        write_end(Path(self.run_dir), attempt=self.attempt, rc=rc, reason=reason, log_tail=tail)
 
 
 def send(
@@ -93,14 +88,14 @@ def send(
     name = getattr(function, "__name__", type(function).__name__)
     job = JobSpec(name=name, run_dir=str(path), argv=(sys.executable, "-m", "submitit.core._submit"), num_processes=1)
     attempt = claim_attempt(path)
-    job.write(path / "job.json")
-    executor = submitit.AutoExecutor(path / "submitit", cluster="slurm" if site.scheduler == "slurm" else "local")
-    executor.update_parameters(name=name, **parameters)
     try:
+        job.write(path / "job.json")
+        executor = submitit.AutoExecutor(path / "submitit", cluster="slurm" if site.scheduler == "slurm" else "local")
+        executor.update_parameters(name=name, **parameters)
         sent = executor.submit(Recorded(function, str(path), attempt), *arguments, **named)
     except Exception as error:  # of submitit, and of the scheduler through it
         reason = " ".join(str(error).split())[:500]
-        write_exit(path, ExitReport(attempt=attempt, rc=1, reason=reason, host=socket.gethostname(), time=time.time()))
+        write_end(path, attempt=attempt, rc=1, reason=reason)
         raise JobError(f"submitit: {reason}") from error
     (path / "logs").mkdir(exist_ok=True)
     log_path(path, attempt, 0).symlink_to(sent.paths.stdout)

@@ -20,6 +20,7 @@ from typing import Self
 from cluster.process import Process
 from cluster.sandbox import network
 from cluster.sandbox.configuration import Layout, write_files
+from cluster.slurm import client_environment, slurm_command
 from cluster.state import JobError
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2"
@@ -86,7 +87,8 @@ class Sandbox:
         with layout.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
                 [sys.executable, "-m", "cluster.sandbox.keeper", layout.root], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, cwd=Path(__file__).parents[2], env=_clean_environment(), check=True,
+                stderr=log, start_new_session=True, cwd=Path(__file__).parents[2], env=client_environment(None),
+                check=True,
             )  # fmt: skip
         sandbox = cls(layout)
         sandbox._wait_until_idle()
@@ -125,12 +127,7 @@ class Sandbox:
 
     def run(self, *command: str) -> str:
         """Returns what a Slurm client prints."""
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, env={**_clean_environment(), **self.environment}
-        )
-        if done.returncode:
-            raise JobError(f"{' '.join(command)}: {done.stderr.strip()}")
-        return done.stdout
+        return slurm_command([*command], self.layout.slurm_conf)
 
     def node_states(self) -> dict[str, str]:
         """Returns what Slurm thinks of each node, in its own word."""
@@ -255,9 +252,3 @@ def _left_behind(root: Path) -> list[int]:
         except OSError:  # it has ended, or is another user's
             continue
     return found
-
-
-def _clean_environment() -> dict[str, str]:
-    """Returns this environment without what a surrounding job or a user's habits would change in Slurm's clients."""
-    prefixes = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SINFO_", "SCONTROL_")
-    return {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}

@@ -43,9 +43,7 @@ def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> 
         for ranks, rate in sorted(best_rates(rows).items())
     )
     bandwidth = Fact(value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread")
-    return site.replace(
-        device=site.device.replace(memory_bytes_per_s=bandwidth.to_dict()), links=Links(intra_node=links).to_dict()
-    )
+    return site.replace(device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links))
 
 
 def to_toml(site: Site) -> str:

@@ -67,6 +67,18 @@ def test_exception_is_the_reason(tmp_path):
     assert (status.state, status.exit_code, status.reason) == (JobState.FAILED, 1, "ValueError: no <such> thing")
 
 
+def test_cluster_out_of_reach_fails_the_attempt_and_frees_the_directory(tmp_path, monkeypatch):
+    site = Site.load("generic-gpu-slurm")
+    assert site.slurm is not None
+    site = site.replace(slurm=site.slurm.replace(account="a", partition="p", gpus_per_node=None))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("PATH", "/nowhere")
+        with pytest.raises(JobError, match="submitit: .*srun"):
+            send(add, 1, 2, site=site, run_dir=tmp_path / "run")
+    assert Job.attach(tmp_path / "run").state is JobState.FAILED
+    assert send(add, 1, 2, site=Site.load("laptop"), run_dir=tmp_path / "run").result() == 3
+
+
 def test_site_without_a_way_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="local or a Slurm site"):
         send(add, 1, 2, site=Site.load("eks-trn1"), run_dir=tmp_path / "run")
