@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, Self, overload
 
 from cluster import poll
-from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc, html_table
 from cluster.scheduler import SECRET_WORDS
 from cluster.state import (
@@ -25,15 +24,14 @@ from cluster.state import (
     SchedulerJob,
     ask,
     last_attempt,
-    locked,
     log_path,
     read_history,
     read_state,
-    record_event,
     write_end,
 )
 from cluster.status import JobStatus as JobStatus
-from cluster.status import is_alive, read_status, why_unknown
+from cluster.status import read_status as read_status
+from cluster.status import why_unknown
 
 SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
 
@@ -90,75 +88,6 @@ class JobSpec(Record):
         for text in words:
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
                 raise ConfigError(f"job: {text!r} holds a NUL or is not valid text, so no command can take it.")
-
-
-def claim_attempt(run_dir: Path) -> int:
-    """Makes the calling process the owner of the next attempt of a run directory, and returns its number.
-
-    Requests to the attempt before are dropped. Left-overs of that attempt cannot write `state.json` from now on.
-
-    Raises:
-        JobError: a job is live in this directory.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with locked(run_dir):
-        state, status = read_state(run_dir), read_status(run_dir)
-        scheduled = state is not None and state.scheduler_job is not None
-        # Out of reach: should it come back, it is fenced off.
-        beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
-        if not status.state.is_final and not beyond_reach:
-            raise JobError(
-                f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
-                f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
-            )
-        return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
-
-
-def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
-    """Lets a scheduler answer for a queued attempt from now on, instead of the process that claimed it."""
-    with locked(run_dir):
-        state = read_state(run_dir)
-        if state is None or state.attempt != attempt or state.scheduler_job is not None:
-            return  # the job was quicker: it runs and has said so itself
-        waits = state.state is JobState.QUEUED  # else it was quicker, and has said who it is
-        said = {"process": None, "reason": f"submitted to {job.scheduler} as {job.id}"} if waits else {}
-        state.replace(scheduler_job=job, **said).write(run_dir / "state.json")
-
-
-def take_over(run_dir: Path, job: SchedulerJob) -> int:
-    """Makes the calling process, which `job` has started, the owner of the attempt that begins now; returns its number.
-
-    That is the attempt that was queued for this job or, after a requeue or a restart, the next one.
-
-    Raises:
-        JobError: the directory belongs to another job by now.
-    """
-    with locked(run_dir):
-        state = read_state(run_dir)
-        known = state.scheduler_job if state else None
-        ours = known is None or known.id == job.id
-        job = known if known and ours else job  # where the job was submitted, its scheduler may be reached otherwise
-        here = {"state": JobState.STARTING, "process": Process.current(), "scheduler_job": job,
-                "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
-        if state and ours and state.state is JobState.QUEUED:
-            begun = state.replace(**here)
-            begun.write(run_dir / "state.json")
-            record_event(run_dir, begun)
-            return state.attempt
-        if not ours and not read_status(run_dir).state.is_final:
-            assert known is not None
-            raise JobError(f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was started.")
-        return _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
-
-
-def _begin(run_dir: Path, state: RunState) -> int:
-    attempt = last_attempt(run_dir) + 1
-    for request in (run_dir / "control").glob("request_*"):
-        request.unlink(missing_ok=True)
-    begun = state.replace(attempt=attempt)
-    begun.write(run_dir / "state.json")
-    record_event(run_dir, begun)
-    return attempt
 
 
 class Job:

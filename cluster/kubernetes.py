@@ -15,7 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cluster.job import Job, JobSpec, claim_attempt, hand_over
+from cluster.attempts import claim_attempt, hand_over
+from cluster.job import Job, JobSpec
 from cluster.manifest import INSTANCE, JOB_SET_API, MANAGED_BY, STOPPED_CODE, kubernetes_table, manifest_text, manifests
 from cluster.poll import POLLER, Look
 from cluster.record import write_atomic

@@ -13,7 +13,6 @@ environment.
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -28,9 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.job import JobSpec, claim_attempt
+from cluster.attempts import claim_attempt
+from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.job import JobSpec
 from cluster.local import PACKAGE_ROOT
-from cluster.process import Process, child_pids
+from cluster.process import Process
 from cluster.record import ConfigError, write_atomic
 from cluster.state import (
     JobError,
@@ -43,11 +44,8 @@ from cluster.state import (
     write_end,
 )
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-KILL_WAIT_S = 10.0
 LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
 
 
@@ -207,14 +205,6 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def become_rank(supervisor_pid: int) -> None:
-    """Runs in the child before the command: the rank dies with its supervisor, however that dies."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor_pid:
-        os._exit(1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
 def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None) -> Outcome:
     """Waits until all ranks have ended well, one has failed, the time is over, or a signal asks for the end."""
     deadline = time.monotonic() + (float("inf") if time_limit_s is None else time_limit_s)
@@ -270,19 +260,6 @@ def end_ranks(ranks: dict[int, subprocess.Popen], grace_s: float) -> None:
             reap(ranks)
 
 
-def kill_descendants() -> None:
-    """Kills the children of this process, then those that they leave behind, until there are none."""
-    deadline = time.monotonic() + KILL_WAIT_S
-    while (children := child_pids(os.getpid())) and time.monotonic() < deadline:
-        for pid in children:
-            with contextlib.suppress(PermissionError):  # it became another user by setuid
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
 def record(run_dir: Path, attempt: int, outcome: Outcome) -> None:
     """Writes exit.json, then the final state; a newer attempt's files are left alone."""
     tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
@@ -310,11 +287,6 @@ def log_tail(file: Path) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])
-
-
-def become_subreaper() -> None:
-    """Makes descendants whose parents die children of this process, instead of the init process."""
-    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def exit_with(function: Callable[[], int]) -> NoReturn:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from cluster.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
-from cluster.local_supervisor import become_rank, become_subreaper, kill_descendants
+from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.record import Record, field_doc
 from cluster.slurm import hosts, requeue_this
 from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event

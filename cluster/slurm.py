@@ -15,7 +15,8 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from cluster.job import Job, JobSpec, claim_attempt, hand_over
+from cluster.attempts import claim_attempt, hand_over
+from cluster.job import Job, JobSpec
 from cluster.poll import Look
 from cluster.record import write_atomic
 from cluster.site import Site

@@ -28,9 +28,11 @@ import time
 from pathlib import Path
 
 from cluster import slurm
+from cluster.attempts import take_over
 from cluster.beat import VARIABLE, Switchboard
-from cluster.job import JobSpec, take_over
-from cluster.local_supervisor import CRASHES, Outcome, become_subreaper, kill_descendants, record, say
+from cluster.descendants import become_subreaper, kill_descendants
+from cluster.job import JobSpec
+from cluster.local_supervisor import CRASHES, Outcome, record, say
 from cluster.rank import Failure
 from cluster.record import ConfigError
 from cluster.state import (

@@ -20,7 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cluster.job import JobSpec, claim_attempt, hand_over
+from cluster.attempts import claim_attempt, hand_over
+from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.scheduler import Slurm, quote

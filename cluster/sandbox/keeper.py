@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.local_supervisor import become_rank, become_subreaper, kill_descendants
+from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.process import Process
 from cluster.sandbox import network
 from cluster.sandbox.configuration import Layout

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from cluster import poll
+from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.beat import Line, Switchboard
-from cluster.job import Job, JobSpec, claim_attempt, hand_over, read_status, take_over
+from cluster.job import Job, JobSpec, read_status
 from cluster.poll import Look, Poller
 from cluster.process import Process
 from cluster.record import ConfigError
