@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Site
-from cluster.slurm import slurm_command
+from cluster.slurm_queries import slurm_command
 from cluster.state import JobError
 
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")

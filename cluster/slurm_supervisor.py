@@ -27,14 +27,17 @@ import sys
 import time
 from pathlib import Path
 
-from cluster import slurm
 from cluster.attempts import take_over
 from cluster.beat import VARIABLE, Switchboard
 from cluster.descendants import become_subreaper, kill_descendants
 from cluster.job import JobSpec
 from cluster.local_supervisor import CRASHES, Outcome, record, say
+from cluster.preflight import check_nodes
+from cluster.progress import fruitless_starts, has_ever_stepped, why_hung
 from cluster.rank import Failure
 from cluster.record import ConfigError
+from cluster.slurm import requeue_this
+from cluster.slurm_queries import native_state
 from cluster.state import (
     JobError,
     JobState,
@@ -42,7 +45,6 @@ from cluster.state import (
     StaleAttemptError,
     ask,
     asked_at,
-    read_history,
     read_state,
     record_event,
     update_state,
@@ -51,7 +53,6 @@ from cluster.state import (
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
-HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
 END_WAIT_S = 30.0
 REQUEUE_PATIENCE_S = 120.0
 
@@ -106,8 +107,6 @@ class Supervisor:
 
     def _check_nodes(self) -> Ending | None:
         """Returns a failure when the nodes do not see the same run directory, before any rank is started."""
-        from cluster.preflight import check_nodes
-
         problem = check_nodes(self.spec, int(os.environ.get("SLURM_NNODES", self.spec.num_nodes)))
         return Ending("failed", problem, rc=USELESS_TO_RETRY) if problem else None
 
@@ -146,7 +145,7 @@ class Supervisor:
                 return self._lost(silent, board)
             if failed_at and time.monotonic() - failed_at > END_WAIT_S + self.spec.grace_s and not early:
                 return self._after(1)
-            if reason := self._hung():
+            if reason := why_hung(self.run_dir):
                 return Ending("restart", reason, rc=1)
 
     def _after(self, code: int) -> Ending:
@@ -178,7 +177,7 @@ class Supervisor:
             hint = " (often: out of memory)" if -failure.code == signal.SIGKILL else ""
             return Ending("restart", f"{where} was killed by {name}{hint}", 128 - failure.code, failing_rank=rank)
         reason = f"{where} ended with code {failure.code}"
-        tried = failure.code != USELESS_TO_RETRY and self._has_ever_stepped()
+        tried = failure.code != USELESS_TO_RETRY and has_ever_stepped(self.run_dir)
         return Ending("restart" if tried else "failed", reason, failure.code, failing_rank=rank)
 
     def _lost(self, silent: list[str], board: Switchboard) -> Ending:
@@ -187,18 +186,6 @@ class Supervisor:
             reason = f"{own} hears none of the other nodes: it is cut off"
             return Ending("requeue", reason, rc=1, lost_node=own)
         return Ending("requeue", f"{', '.join(silent)} fell silent", rc=1, lost_node=silent[0])
-
-    def _hung(self) -> str | None:
-        state = read_state(self.run_dir)
-        if state is None or state.state is not JobState.RUNNING or state.heartbeat is None:
-            return None
-        limit_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * (state.step_time_s or 0.0))
-        silent_s = time.time() - state.heartbeat
-        return (
-            f"no step for {silent_s:.0f} s after step {state.step}, though all nodes answer"
-            if silent_s > limit_s
-            else None
-        )
 
     def _told_to_end(self) -> Ending | None:
         """Returns what a SIGTERM to this very process means: Slurm kills it in a moment."""
@@ -210,7 +197,7 @@ class Supervisor:
     def _why_terminated(self) -> Ending | None:
         """Asks Slurm why it signals this job. Returns how it ends, or None when it may still save and stop."""
         try:
-            native = slurm.native_state(self.job)
+            native = native_state(self.job)
         except JobError as error:
             native = str(error)
         if native == "CANCELLED":
@@ -241,31 +228,13 @@ class Supervisor:
             return ending
         if asked_at(self.run_dir, "stop") is not None and self.stop_reason is None:
             return dataclasses.replace(ending, fate="failed", reason=f"{ending.reason}, after a request to stop")
-        fruitless = self._fruitless_starts()
+        fruitless = fruitless_starts(self.run_dir, self.attempt)
         if fruitless > self.spec.max_restarts:
             reason = f"{ending.reason}; given up after {fruitless} starts without a new step"
             return dataclasses.replace(ending, fate="failed", reason=reason, rc=ending.rc or 1)
         if ending.fate == "restart" and self.stop_reason is not None:  # time is short: start again with a fresh limit
             return dataclasses.replace(ending, fate="requeue")
         return ending
-
-    def _fruitless_starts(self) -> int:
-        """Returns how many of the newest attempts, this one included, took no step that none had taken before."""
-        furthest: dict[int, int] = {}
-        for event in read_history(self.run_dir):
-            furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
-        state = read_state(self.run_dir)
-        if state and state.attempt == self.attempt:
-            furthest[self.attempt] = max(furthest.get(self.attempt, 0), state.step or 0)
-        fruitless = best = 0
-        for attempt in sorted(furthest):
-            fruitless = 0 if furthest[attempt] > best else fruitless + 1
-            best = max(best, furthest[attempt])
-        return fruitless
-
-    def _has_ever_stepped(self) -> bool:
-        state = read_state(self.run_dir)
-        return bool((state and state.step) or any(event.step for event in read_history(self.run_dir)))
 
     def _finish(self, ending: Ending) -> int:
         if ending.fate in ("done", "failed"):
@@ -282,7 +251,7 @@ class Supervisor:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it to the very commands that ask for it
         while True:
             try:
-                slurm.requeue_this(self.job, self.run_dir)
+                requeue_this(self.job, self.run_dir)
                 return ending.rc
             except JobError as error:  # the controller may be restarting
                 say(f"not requeued: {error}")

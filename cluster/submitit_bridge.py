@@ -24,6 +24,7 @@ from cluster.attempts import claim_attempt, hand_over
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.record import ConfigError
+from cluster.render import check_submittable, slurm_table
 from cluster.scheduler import Slurm, quote
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob, log_path, update_state, write_end
@@ -112,8 +113,6 @@ def _parameters(site: Site, time_limit_s: float | None) -> dict[str, Any]:
         return {"timeout_min": math.ceil(limit_s / 60)}
     if site.scheduler != "slurm":
         raise ConfigError(f"site.scheduler: submitit cannot send to {site.scheduler!r}. Use a local or a Slurm site.")
-    from cluster.render import check_submittable, slurm_table
-
     check_submittable(site)
     slurm = slurm_table(site)
     setup = [*(f"module load {name}" for name in slurm.modules), *slurm.setup]

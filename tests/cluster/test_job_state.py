@@ -17,6 +17,7 @@ from cluster.beat import Line, Switchboard
 from cluster.job import Job, JobSpec, read_status
 from cluster.poll import Look, Poller
 from cluster.process import Process
+from cluster.progress import fruitless_starts, has_ever_stepped, why_hung
 from cluster.record import ConfigError
 from cluster.state import (
     ExitReport,
@@ -393,6 +394,33 @@ def test_history_is_complete_without_a_torn_line(tmp_path):
     with (tmp_path / "history.jsonl").open("a") as stream:
         stream.write('{"time": 1, "att')
     assert [event.state for event in Job.attach(tmp_path).history] == ["running", "done"]
+
+
+def attempts(run_dir, *steps):
+    """Writes a history of attempts, each of which ended at a step."""
+    for attempt, step in enumerate(steps, start=1):
+        update_state(run_dir, attempt=attempt, state="running", step=step)
+        update_state(run_dir, attempt=attempt, state="requeued")
+
+
+@pytest.mark.parametrize(
+    ("steps", "fruitless"),
+    [((None,), 1), ((None, None), 2), ((5,), 0), ((5, None), 1), ((5, 5), 1), ((5, 4, 3), 2), ((5, None, 6), 0)],
+)
+def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
+    attempts(tmp_path, *steps)
+    assert fruitless_starts(tmp_path, len(steps)) == fruitless
+    assert has_ever_stepped(tmp_path) == any(steps)
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "step_time_s", "hangs"),
+    [("running", 890, None, False), ("running", 910, None, True), ("running", 910, 20.0, False),
+     ("running", 2010, 20.0, True), ("starting", 5000, None, False)],
+)  # fmt: skip
+def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, state, age_s, step_time_s, hangs):
+    running(tmp_path, state=state, heartbeat=time.time() - age_s, step_time_s=step_time_s)
+    assert (why_hung(tmp_path) is not None) == hangs
 
 
 def test_beats_are_answered_and_strangers_are_not(monkeypatch):

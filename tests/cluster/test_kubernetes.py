@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import cluster
-from cluster import kubernetes
+from cluster import kubernetes, kubernetes_client
 from cluster.poll import POLLER
 from cluster.record import ConfigError
 from cluster.render import render
@@ -227,12 +227,12 @@ def test_silent_cluster_and_missing_client_are_told(api, tmp_path, monkeypatch):
     job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
     api.shutdown()
     api.server_close()
-    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(kubernetes_client, "TIMEOUT_S", 0.5)
     with pytest.raises(JobError, match="cannot be asked"):
         kubernetes.look([scheduler_job(job)])
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
     with pytest.raises(JobError, match="pip install kubernetes"):
-        kubernetes.Cluster()
+        kubernetes_client.Cluster()
 
 
 def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):

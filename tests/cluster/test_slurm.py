@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import poll, preflight, slurm
+from cluster import poll, preflight, slurm, slurm_queries
 from cluster.job import Job, JobSpec
 from cluster.poll import Look, Poller
 from cluster.record import ConfigError
@@ -230,7 +230,7 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch):
             return ""
         raise JobError(f"{words[0]}: Unable to contact slurm controller")
 
-    monkeypatch.setattr(slurm, "slurm_command", answer)
+    monkeypatch.setattr(slurm_queries, "slurm_command", answer)
     job = SchedulerJob(scheduler="slurm", id="1")
     assert Poller(slurm.look).look(job).state is None, "else it would be sent a second time"
 
@@ -286,8 +286,8 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(tmp_path, monkeyp
         job = slurm.submit(spec, Site.load(sandbox.site_file))
         assert job.wait(60).exit_code == 3
         this = SchedulerJob(scheduler="slurm", id=slurm_id(job), config=os.environ["SLURM_CONF"])
-        monkeypatch.setattr(slurm, "_squeue", lambda ids, config: {})
-        monkeypatch.setattr(slurm, "_show", lambda job_id, config: {})
+        monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
+        monkeypatch.setattr(slurm_queries, "_show", lambda job_id, config: {})
         look = eventually(lambda: (found := slurm.look([this])[this.id]).state is JobState.FAILED and found)
         assert look and look.exit_code == 3 and look.native == "FAILED"
     finally:

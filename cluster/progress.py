@@ -1,0 +1,44 @@
+"""What the record of a run tells of its progress: whether it hangs, and whether it is worth another start.
+
+Standard library only.
+"""
+
+import time
+from pathlib import Path
+
+from cluster.state import JobState, read_history, read_state
+
+HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
+
+
+def why_hung(run_dir: Path) -> str | None:
+    """Returns since when a running job has taken no step, or None if it steps, or has not begun to."""
+    state = read_state(run_dir)
+    if state is None or state.state is not JobState.RUNNING or state.heartbeat is None:
+        return None
+    limit_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * (state.step_time_s or 0.0))
+    silent_s = time.time() - state.heartbeat
+    if silent_s <= limit_s:
+        return None
+    return f"no step for {silent_s:.0f} s after step {state.step}, though all nodes answer"
+
+
+def fruitless_starts(run_dir: Path, attempt: int) -> int:
+    """Returns how many of the newest attempts, `attempt` included, took no step that none had taken before."""
+    furthest: dict[int, int] = {}
+    for event in read_history(run_dir):
+        furthest[event.attempt] = max(furthest.get(event.attempt, 0), event.step or 0)
+    state = read_state(run_dir)
+    if state and state.attempt == attempt:
+        furthest[attempt] = max(furthest.get(attempt, 0), state.step or 0)
+    fruitless = best = 0
+    for number in sorted(furthest):
+        fruitless = 0 if furthest[number] > best else fruitless + 1
+        best = max(best, furthest[number])
+    return fruitless
+
+
+def has_ever_stepped(run_dir: Path) -> bool:
+    """Returns whether any attempt of a run has taken a step."""
+    state = read_state(run_dir)
+    return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
