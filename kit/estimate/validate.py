@@ -13,10 +13,11 @@ import numpy as np
 
 from kit.bench.results import Row, row
 from kit.estimate import fitting, interval, published
-from kit.estimate.calibrate import propose, rows_of
+from kit.estimate.calibrate import propose
 from kit.estimate.fitting import Prior, Rows
 from kit.estimate.hardware import NAMES
 from kit.estimate.layouts import Array
+from kit.estimate.measured_rows import rows_of
 from kit.estimate.memory_validation import memory_validation
 from kit.estimate.published import PublishedRun
 from kit.estimate.search_validation import search_validation

@@ -10,7 +10,7 @@ import numpy as np
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
 from kit.metrics import Metrics
-from kit.monitor.sinks import MetricsFollower, rows_to_metrics
+from kit.monitor.rows import MetricsFollower, rows_to_metrics
 from kit.run import Run
 
 FORMATS = ("csv", "parquet")
@@ -82,12 +82,7 @@ def _write(table: Any, file: Path, format: str) -> None:
 
 
 def _recorded(run: Run) -> list[dict[str, Any]]:
-    follower, rows = MetricsFollower(run.directory / "metrics.jsonl"), []
-    while True:
-        before = follower.offset
-        rows += follower.read()
-        if follower.offset == before:
-            return rows
+    return [row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows]
 
 
 def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from cluster.record import ConfigError
 from cluster.state import JobError
 from kit.errors import RunError
 from kit.monitor.figure import smooth
-from kit.monitor.sinks import parse_row, rows_to_metrics
+from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
 
 MAX_COMPARED = 8

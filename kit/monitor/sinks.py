@@ -6,76 +6,25 @@ share one. How far a sink has come is kept beside its files, so it may be ended 
 """
 
 import dataclasses
-import json
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc, suggestion
-from cluster.site import Site
 from cluster.state import JobError
 from kit.errors import MissingPackageError
-from kit.metrics import COLUMNS, Metrics
-from kit.plan import Plan
+from kit.monitor.rows import MetricsFollower, is_number, number, rows_to_metrics
 from kit.run import Run
-from kit.spec import ModelSpec
 
 WANDB_MODES = ("offline", "online")
-CHUNK_BYTES = 4 << 20
 NOT_SCALARS = ("step", "attempt", "time")
-
-
-class MetricsFollower:
-    """Reads the lines that are appended to a `metrics.jsonl`, each once, in the order of the file."""
-
-    def __init__(self, file: Path, offset: int = 0) -> None:
-        self.file, self.offset = file, offset
-        self.skipped_lines = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Returns the next complete rows, at most a few MB of them; `offset` stands still where nothing is new.
-
-        A line without its end is left for the next call, foreign lines are counted and skipped, and a file that has
-        become shorter was replaced, so it is read again from its start.
-        """
-        try:
-            with self.file.open("rb") as stream:
-                if os.fstat(stream.fileno()).st_size < self.offset:
-                    self.offset = 0
-                stream.seek(self.offset)
-                data = stream.read(CHUNK_BYTES)
-                if len(data) == CHUNK_BYTES and b"\n" not in data:  # no line of ours is as long
-                    self.skipped_lines, self.offset = self.skipped_lines + 1, self.offset + len(data)
-                    return []
-        except OSError:  # not yet there, or deleted
-            return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self.offset += len(complete)
-        rows = [parse_row(line) for line in complete.splitlines()]
-        self.skipped_lines += sum(row is None for row in rows)
-        return [row for row in rows if row is not None]
-
-
-def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None if it is not one."""
-    try:
-        row = json.loads(line)
-        return {**row, "step": int(row["step"]), "attempt": int(row["attempt"])}
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None
-
-
-def rows_to_metrics(rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> Metrics:
-    """Returns rows as they are, in their order and with repeated steps, as metrics with their derived speeds."""
-    columns = {name: np.array([_number(row.get(name)) for row in rows], dtype=float) for name in COLUMNS}
-    return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0)
 
 
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -94,7 +43,7 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
                 derived[name] = None
     found = []
     for i, row in enumerate(rows):
-        numbers = {name: float(value) for name, value in row.items() if _is_number(value) and name not in NOT_SCALARS}
+        numbers = {name: float(value) for name, value in row.items() if is_number(value) and name not in NOT_SCALARS}
         numbers |= {name: float(column[i]) for name, column in derived.items() if column is not None}
         found.append({name: value for name, value in numbers.items() if name in row or not np.isnan(value)})
     return found
@@ -244,7 +193,7 @@ def copy_metrics(
     try:
         while True:
             final = not follow or _is_over(run)  # before reading, so that what was written before the end is not missed
-            for rows in _new_rows(follower):
+            for rows in follower.parts():
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)
                 copied, attempts = copied + len(rows), attempts | {row["attempt"] for row in rows}
@@ -264,14 +213,6 @@ def copy_metrics(
         to=to, folder=str(folder), rows=copied, attempts=tuple(sorted(attempts)), end=end,
         skipped_lines=follower.skipped_lines,
     )  # fmt: skip
-
-
-def _new_rows(follower: MetricsFollower) -> Iterator[list[dict[str, Any]]]:
-    while True:
-        before = follower.offset
-        yield follower.read()
-        if follower.offset == before:
-            return
 
 
 def _start(folder: Path) -> SinkState:
@@ -295,13 +236,5 @@ def _is_over(run: Run) -> bool:
 
 
 def _time(row: dict[str, Any]) -> float | None:
-    value = _number(row.get("time"))
+    value = number(row.get("time"))
     return value if math.isfinite(value) else None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> float:
-    return float(value) if _is_number(value) else float("nan")

@@ -14,7 +14,8 @@ from cluster.job import JobSpec
 from cluster.site import Site
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
-from kit.monitor.sinks import MetricsFollower, copy_metrics
+from kit.monitor.rows import MetricsFollower
+from kit.monitor.sinks import copy_metrics
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
