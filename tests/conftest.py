@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 
@@ -38,4 +39,18 @@ def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
     (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return build_dataset(
         folder / "data", sources=[folder / "text.jsonl"], vocab_size=300, validation_fraction=0.1, progress=False
+    )
+
+
+@pytest.fixture(scope="session")
+def spec(llama_spec: ModelSpec) -> ModelSpec:
+    """The tiny Llama with the vocabulary of the tiny dataset, for real runs."""
+    return llama_spec.replace(vocab_size=300)
+
+
+@pytest.fixture(scope="session")
+def recipe(tiny_dataset) -> Recipe:
+    """A run of 120 short steps on the tiny dataset."""
+    return Recipe(
+        data=str(tiny_dataset.directory), num_steps=120, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
     )

@@ -19,27 +19,14 @@ from cluster.state import JobState, StaleAttemptError, read_state, update_state
 from kit.checkpoint import Checkpoints, CheckpointWriter
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
 from tests.workers import run_ranks
 
-STEPS = 120
+STEPS = 120  # of the recipe in conftest.py
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 PATIENCE_S = 180
-
-
-@pytest.fixture(scope="module")
-def spec(llama_spec):
-    return llama_spec.replace(vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def recipe(tiny_dataset) -> Recipe:
-    return Recipe(
-        data=str(tiny_dataset.directory), num_steps=STEPS, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
-    )
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from cluster.state import Event, JobState, last_attempt, read_history, read_stat
 from kit import launcher
 from kit.bench.results import Row, load_average, row, write_results
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
+from tests.cluster.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STANDIN = str(Path(__file__).parent / "standin.py")
@@ -53,13 +53,6 @@ def standin(run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, n
         JobSpec(name=run_dir.name, run_dir=str(run_dir), argv=argv, num_processes=num_processes, num_nodes=num_nodes,
                 **changes), site,
     )  # fmt: skip
-
-
-def eventually(condition, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return result
 
 
 def running(job: Job, attempt: int) -> bool:
@@ -272,7 +265,12 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
     (run_dir / "checkpoints").symlink_to(nodes.scratch_directory)
     start = time.time()
     status = standin(run_dir, site).wait(60)
-    measured("node-local checkpoint directory: refused", time.time() - start, at_most=30, note=status.reason[:80])
+    measured(
+        "node-local checkpoint directory: refused",
+        time.time() - start,
+        at_most=30,
+        note=status.reason.replace(f"{tmp_path}/", ""),
+    )
     assert status.state is JobState.FAILED and "not a shared directory" in status.reason
     assert not list((run_dir / "logs").glob("attempt*"))
 
@@ -287,18 +285,6 @@ def test_twenty_launches_leave_nothing_behind(sandbox, site, tmp_path):
 
 
 # With the real trainer ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def spec(llama_spec):
-    return llama_spec.replace(vocab_size=300)
-
-
-@pytest.fixture(scope="module")
-def recipe(tiny_dataset) -> Recipe:
-    return Recipe(
-        data=str(tiny_dataset.directory), num_steps=120, learning_rate=3e-3, warmup_steps=10, checkpoint_every=20
-    )
 
 
 def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(sandbox, site, spec, recipe, tmp_path):
@@ -342,7 +328,11 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, re
                 stream.write(bytes(1 << 16))
                 stream.flush()
         status = run.job.wait(120)
-        measured("disk full during a checkpoint: failed and said so", time.time() - start, note=status.reason[-120:])
+        measured(
+            "disk full during a checkpoint: failed and said so",
+            time.time() - start,
+            note=status.reason.replace(f"{tmp_path}/", ""),
+        )
         assert status.state is JobState.FAILED and "o space left" in status.reason, status
         assert status.attempt == 1, "trying again would end the same way"
         newest = run.checkpoints.steps()[-1]

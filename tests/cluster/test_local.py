@@ -17,6 +17,7 @@ from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
+from tests.cluster.waiting import eventually
 
 ROOT = Path(local.__file__).parent.parent
 SLEEP = "import time; time.sleep(60)"
@@ -47,13 +48,6 @@ def processes(mark):
             continue
     found.pop(os.getpid(), None)
     return found
-
-
-def eventually(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return result
 
 
 def spec(run_dir, code, num_processes=2, **changes):

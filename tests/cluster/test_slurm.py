@@ -15,6 +15,7 @@ from cluster.record import ConfigError
 from cluster.sandbox import Sandbox, why_not
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob, read_exit, read_state
+from tests.cluster.waiting import eventually
 
 STANDIN = str(Path(__file__).parent / "standin.py")
 
@@ -23,13 +24,6 @@ def job_spec(run_dir, *argv, num_nodes=4, num_processes=4, **changes):
     argv = argv or (sys.executable, STANDIN, str(run_dir), "10", "0.1")
     fields = {"name": "test", **changes}
     return JobSpec(run_dir=str(run_dir), argv=argv, num_nodes=num_nodes, num_processes=num_processes, **fields)
-
-
-def eventually(condition, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return result
 
 
 def test_life_of_a_job(sandbox, site, tmp_path):

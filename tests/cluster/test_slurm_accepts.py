@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster import slurm
-from cluster.job import JobSpec
+from cluster.job import Job, JobSpec
 from cluster.render import scripts
 from cluster.sandbox import Sandbox, stop, why_not
 from cluster.scheduler import Compilation
@@ -35,6 +35,14 @@ def as_client(sandbox, monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+def done(job: JobSpec, site: Site) -> Job:
+    """Returns a job that was sent to Slurm and has ended well."""
+    submitted = slurm.submit(job, site)
+    status = submitted.wait(120)
+    assert status.state is JobState.DONE, (status, [log.read_text() for log in submitted.run_dir.glob("logs/slurm*")])
+    return submitted
+
+
 @pytest.mark.parametrize("name", ["frontier", "generic-gpu-slurm", "lumi", "perlmutter", "trn1.32xlarge"])
 def test_slurm_understands_the_directives_of_each_site(as_client, tmp_path, name):
     site = Site.load(name)
@@ -46,8 +54,8 @@ def test_slurm_understands_the_directives_of_each_site(as_client, tmp_path, name
     job = JobSpec(name=name, run_dir=str(tmp_path), argv=("true",), num_processes=2, num_nodes=2, time_limit_s=3600)
     for file_name, text in scripts(job, site).items():
         (tmp_path / file_name).write_text(text)
-        done = subprocess.run(["sbatch", "--test-only", file_name], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0 and "to start at" in done.stderr, done.stderr
+        tested = subprocess.run(["sbatch", "--test-only", file_name], cwd=tmp_path, capture_output=True, text=True)
+        assert tested.returncode == 0 and "to start at" in tested.stderr, tested.stderr
 
 
 def test_hostile_names_and_paths_go_through_a_real_slurm(sandbox, as_client, tmp_path):
@@ -58,9 +66,7 @@ def test_hostile_names_and_paths_go_through_a_real_slurm(sandbox, as_client, tmp
         argv=(sys.executable, "-c", REPORT, "$(touch canary)\n'", ""), num_processes=4, num_nodes=2,
         environment={"VALUE": "`touch canary`\r\n\u202e"},
     )  # fmt: skip
-    submitted = slurm.submit(job, Site.load(sandbox.site_file))
-    status = submitted.wait(60)
-    assert status.state is JobState.DONE, f"{status}\n{[log.read_text() for log in run_dir.glob('logs/slurm*')]}"
+    submitted = done(job, Site.load(sandbox.site_file))
     for rank in range(4):
         argv, value, number, cwd = json.loads(submitted.logs(rank))
         assert argv == ["$(touch canary)\n'", ""] and value == "`touch canary`\r\n\u202e"
@@ -81,8 +87,7 @@ def test_agent_of_each_node_starts_its_ranks(sandbox, as_client, tmp_path):
         name="agents", run_dir=str(tmp_path / "run"), argv=(sys.executable, "-c", code), num_processes=4, num_nodes=2,
         working_directory=str(tmp_path),
     )  # fmt: skip
-    submitted = slurm.submit(job, site)
-    assert submitted.wait(120).state is JobState.DONE, submitted.status()
+    submitted = done(job, site)
     assert [submitted.logs(rank) for rank in range(4)] == [f"{rank} {rank % 2} 4 2 True\n" for rank in range(4)]
 
 
@@ -103,6 +108,5 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, as_client, t
         name="chain", run_dir=str(tmp_path / "run"), argv=(sys.executable, "-c", code), num_processes=2, num_nodes=2,
         working_directory=str(tmp_path),
     )  # fmt: skip
-    submitted = slurm.submit(job, site)
-    assert submitted.wait(60).state is JobState.DONE, submitted.status()
+    submitted = done(job, site)
     assert submitted.logs(0) == "disk compiled\n"

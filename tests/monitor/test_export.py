@@ -11,11 +11,10 @@ from pyarrow import csv, parquet
 from kit.errors import ConfigError, RunError
 from kit.monitor.export import export, export_table
 from kit.run import Run
-from tests.monitor.test_sinks import run  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_each_step_once_as_the_newest_attempt_left_it(run: Run, tmp_path: Path, format: str) -> None:  # noqa: F811
+def test_each_step_once_as_the_newest_attempt_left_it(run: Run, tmp_path: Path, format: str) -> None:
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
     empty_is_null = csv.ConvertOptions(null_values=[""])  # by default pyarrow reads "nan" as one too
@@ -27,13 +26,13 @@ def test_each_step_once_as_the_newest_attempt_left_it(run: Run, tmp_path: Path, 
     assert math.isnan(table["loss"][4].as_py()) and table["grad_norm"][5].as_py() == math.inf
 
 
-def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run: Run) -> None:  # noqa: F811
+def test_steps_after_the_start_of_a_newer_attempt_are_gone_until_it_gets_there(run: Run) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 11, "attempt": 3, "tokens": 2048}\n')
     assert export_table(run)["step"].to_pylist() == list(range(1, 12))
 
 
-def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_path: Path) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n')
     file = tmp_path / "table.parquet"
@@ -47,7 +46,7 @@ def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_pa
     }
 
 
-def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "precious.csv"
     file.write_text("precious")
     with pytest.raises(RunError, match="exists"):
@@ -60,6 +59,6 @@ def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:  # no
     assert [found.name for found in tmp_path.iterdir() if "precious" in found.name] == ["precious.csv"]
 
 
-def test_run_without_steps_gives_an_empty_table(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_run_without_steps_gives_an_empty_table(run: Run, tmp_path: Path) -> None:
     (run.directory / "metrics.jsonl").unlink()
     assert export(run, tmp_path / "empty.parquet", format="parquet") == 0

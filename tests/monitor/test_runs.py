@@ -1,6 +1,5 @@
 """The table of runs below a folder, and the figure that compares them."""
 
-import json
 import math
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.monitor.steps import lines, row
 
 LAPTOP = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
 
@@ -32,12 +32,8 @@ def make(directory: Path, *, steps: int = 40, step_time_s: float = 0.5, spec: Mo
         site=LAPTOP,
     )
     run.plan.write(run.directory / "plan.attempt_01.json")
-    rows = [
-        {"step": step, "attempt": 1, "time": 1e9 + step, "step_time_s": step_time_s, "tokens": 2048,
-         "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8}
-        for step in range(1, steps + 1)
-    ]  # fmt: skip
-    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [row(step, step_time_s=step_time_s) for step in range(1, steps + 1)]
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
     return run
 
 

@@ -11,52 +11,12 @@ import pytest
 
 import cluster
 from cluster.job import JobSpec
-from cluster.site import Site
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
 from kit.monitor.rows import MetricsFollower
 from kit.monitor.sinks import copy_metrics
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
-
-STEPS = {1: range(1, 31), 2: range(21, 41)}
-"""Attempt 2 repeats steps 21 to 30."""
-
-
-def _row(step: int, attempt: int, **values: object) -> dict:
-    return {
-        "step": step, "attempt": attempt, "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048,
-        "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8, **values,
-    }  # fmt: skip
-
-
-def _lines(rows: list[dict]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run of two attempts, with a NaN and an infinite value, a torn and a foreign line."""
-    run = Run.create(
-        tmp_path / "a run",
-        spec=ModelSpec.preset("demo"),
-        plan=Plan(global_batch_size=8),
-        recipe=Recipe(data="data", num_steps=80),
-        site=Site.load("laptop").with_measured_peak("fp32", 1e11, "test"),
-    )
-    for attempt in STEPS:
-        run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
-    rows = [_row(step, attempt) for attempt, steps in STEPS.items() for step in steps]
-    rows[4]["loss"], rows[5]["grad_norm"] = math.nan, math.inf
-    text = (
-        _lines(rows[:30])
-        + '{"step": 31, "att\nsrun: error: foreign\n{"step": Infinity, "attempt": 1}\n'
-        + _lines(rows[30:])
-    )
-    (run.directory / "metrics.jsonl").write_text(text)
-    return run
+from tests.monitor.steps import STEPS, lines, row
 
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
@@ -123,7 +83,7 @@ def test_wandb_sink_started_again_sends_the_rest_as_a_second_part(run: Run, offl
     pytest.importorskip("wandb")
     copy_metrics(run, "wandb", follow=False)
     with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(_lines([_row(41, 2), _row(42, 2)]) + '{"step": 43')
+        stream.write(lines([row(41, 2), row(42, 2)]) + '{"step": 43')
     assert copy_metrics(run, "wandb", follow=False).rows == 2
     history = _wandb_history(run.directory / "wandb")
     assert sorted(len(rows) for rows in history.values()) == [2, 20, 30] and len(history) == 3
@@ -142,7 +102,7 @@ def test_tensorboard_has_a_curve_per_attempt(run: Run) -> None:
 
     copy_metrics(run, "tensorboard", follow=False)
     with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(_lines([_row(41, 2, validation_loss=6.0)]))
+        stream.write(lines([row(41, 2, validation_loss=6.0)]))
     assert copy_metrics(run, "tensorboard", follow=False).rows == 1
     for attempt, steps in STEPS.items():
         events = EventAccumulator(str(run.directory / "tensorboard" / f"attempt_{attempt:02d}"), {"scalars": 0})
@@ -162,7 +122,7 @@ def test_sink_follows_a_live_job_to_its_end(run: Run) -> None:
     def train(_: float) -> None:
         time.sleep(0.2)
         with (run.directory / "metrics.jsonl").open("a") as stream:
-            stream.write(_lines([_row(next(added), 2)]))
+            stream.write(lines([row(next(added), 2)]))
 
     report = copy_metrics(run, "tensorboard", idle=train)
     assert job.status().state == JobState.DONE and report.end == "everything is copied"
@@ -193,18 +153,18 @@ def test_follower_waits_for_the_end_of_a_line_and_reads_a_replaced_file_again(tm
     file = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(file)
     assert follower.read() == []
-    line = _lines([_row(1, 1)])
+    line = lines([row(1, 1)])
     file.write_text(line[:20])
     assert follower.read() == [] and follower.offset == 0
-    file.write_text(line + _lines([_row(2, 1)]))
+    file.write_text(line + lines([row(2, 1)]))
     assert [row["step"] for row in follower.read()] == [1, 2]
-    file.write_text(_lines([_row(7, 2)]))
+    file.write_text(lines([row(7, 2)]))
     assert [row["step"] for row in follower.read()] == [7] and follower.skipped_lines == 0
 
 
 def test_line_without_end_neither_fills_memory_nor_stops_the_follower(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_bytes(b"x" * (9 << 20) + b"\n" + _lines([_row(1, 1)]).encode())
+    file.write_bytes(b"x" * (9 << 20) + b"\n" + lines([row(1, 1)]).encode())
     follower, rows = MetricsFollower(file), []
     for _ in range(5):
         rows += follower.read()

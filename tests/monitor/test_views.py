@@ -1,7 +1,6 @@
 """The views of a run: text, HTML below a cell, and the static figure."""
 
 import base64
-import json
 import math
 import re
 import xml.etree.ElementTree
@@ -20,6 +19,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.monitor.steps import lines, row
 
 
 @pytest.fixture
@@ -35,22 +35,18 @@ def run(tmp_path: Path) -> Run:
     )
     for attempt, plan in plans.items():
         plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
-    rows = [
-        {"step": step, "attempt": 1 + (step > 25), "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048,
-         "loss": 8 - step / 20, "grad_norm": 1.0, "learning_rate": 1e-3, "memory_bytes": 10**8}
-        for step in range(1, 41)
-    ]  # fmt: skip
+    rows = [row(step, 1 + (step > 25)) for step in range(1, 41)]
     rows[-1]["validation_loss"] = 6.1
-    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
     job = JobSpec(name="ended", run_dir=str(run.directory), argv=("true",), num_processes=1)
     cluster.local.submit(job).wait(20)
     return run
 
 
 def test_status_row_tells_step_loss_and_speed(run: Run) -> None:
-    row = status_row(run)
-    assert (row["step"], row["num_steps"]) == (40, 80)
-    assert row["loss"] == pytest.approx(6.0) and row["tokens_per_s"] == pytest.approx(4096)
+    shown = status_row(run)
+    assert (shown["step"], shown["num_steps"]) == (40, 80)
+    assert shown["loss"] == pytest.approx(6.0) and shown["tokens_per_s"] == pytest.approx(4096)
 
 
 def test_html_view_has_a_curve_and_escapes_names(run: Run) -> None:
@@ -74,9 +70,8 @@ def test_html_view_before_the_first_step(run: Run) -> None:
 
 @pytest.mark.parametrize("losses", [[8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
 def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
-    lines = (run.directory / "metrics.jsonl").read_text().splitlines()[: len(losses)]
-    rows = [json.dumps({**json.loads(line), "loss": loss}) for line, loss in zip(lines, losses, strict=True)]
-    (run.directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    rows = [row(step, loss=loss) for step, loss in enumerate(losses, start=1)]
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
     source = re.search(r"base64,([^']+)'", view_html(run))
     assert source
     raw = re.search(r"opacity='0.35' points='([^']*)'", base64.b64decode(source[1]).decode())
