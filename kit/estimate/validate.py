@@ -1,12 +1,11 @@
 """Validation as a command: the estimator's error on published runs, with whole groups held out. No torch.
 
 For each machine the prior is the population of all other machines, so that nothing of a machine is known beforehand;
-its own rows outside the held-out group are fitted, the group is scored. `python -m kit.estimate.validate` prints it.
+its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it.
 """
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -264,18 +263,3 @@ def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> li
             rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02,
                             note=f"{count} groups; predictions with the model size held out"))  # fmt: skip
     return rows
-
-
-def main() -> None:
-    """Prints the table."""
-    from kit.bench.results import format_value
-
-    start = time.perf_counter()
-    for item in validate():
-        met = {True: "ok", False: "MISSED", None: ""}[item.ok]
-        print(f"{item.name:62s} {format_value(item.value, item.unit):>18s} {item.target:>10s} {met:7s} {item.note}")
-    print(f"{time.perf_counter() - start:.1f} s")
-
-
-if __name__ == "__main__":
-    main()
