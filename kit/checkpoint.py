@@ -87,6 +87,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the checkpoint is incomplete or of another model.
         """
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -94,7 +95,12 @@ class Checkpoints:
         _check_same_model(manifest.spec, spec, self.path(step))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
-            load(state, storage_reader=FileSystemReader(self.path(step)), no_dist=not distributed)
+            try:
+                load(state, storage_reader=FileSystemReader(self.path(step)), no_dist=not distributed)
+            except CheckpointException as error:
+                raise CheckpointError(
+                    f"{self.path(step)} cannot be read: {_cause(error)} Move it away to use an earlier checkpoint."
+                ) from error
         return manifest
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
@@ -175,12 +181,14 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Waits for the pending checkpoint, if any, and makes it complete."""
+        from torch.distributed.checkpoint.api import CheckpointException
+
         if self.pending is None:
             return
         (future, partial, facts), self.pending = self.pending, None
         try:
             future.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's derives from BaseException
             newest = max(self.checkpoints.steps(), default=None)
             kept = f"The checkpoint of step {newest} is intact." if newest else "There is no older checkpoint."
             raise CheckpointError(
