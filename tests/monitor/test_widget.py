@@ -3,6 +3,8 @@
 import base64
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -192,3 +194,13 @@ def test_the_bundle_is_the_pinned_version_with_its_licence(bundled: Path) -> Non
     assert "MIT" in (bundled / "LICENSE").read_text()
     lock = json.loads((bundle.STATIC / "package-lock.json").read_text())["packages"]["node_modules/uplot"]
     assert lock["version"] == bundle.version() and lock["integrity"].startswith("sha512-")
+
+
+def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None:
+    import kit.monitor
+
+    assert kit.monitor.Monitor is Monitor
+    with pytest.raises(AttributeError, match="no attribute 'Montor'"):
+        kit.monitor.Montor  # noqa: B018
+    code = "import sys, kit.monitor; sys.exit(bool({'anywidget', 'rich', 'numpy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
