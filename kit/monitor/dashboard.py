@@ -38,7 +38,6 @@ class View:
     end: float | None = None
     width: int = 600
     log_x: bool = False
-    request: int = 0
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "View":
@@ -55,7 +54,7 @@ class View:
         return cls(
             axis=axis if axis in AXES else "step", start=start, end=end,
             width=int(min(max(number("width") or 600, 100), MAX_WIDTH)),
-            log_x=bool(message.get("log_x")), request=int(number("request") or 0),
+            log_x=bool(message.get("log_x")),
         )  # fmt: skip
 
 
@@ -118,7 +117,7 @@ class Dashboard:
                 other.smoothing = self.curves.smoothing
             extra = [self._held_out(view, len(x)), *(_at(other, view.axis, x) for other in self.others.values())]
             description = {
-                "request": view.request, "series": SERIES, "others": list(self.others), "levels": self.levels,
+                "series": SERIES, "others": list(self.others), "levels": self.levels,
                 "n": len(x), "axis": view.axis, "log_x": view.log_x, "zoomed": view.start is not None,
                 "attempts": self._attempts(view.axis), "rows": len(self.columns), "smoothing": self.curves.smoothing,
             }  # fmt: skip

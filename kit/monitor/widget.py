@@ -54,7 +54,7 @@ class Monitor(anywidget.AnyWidget):
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()
-        self.failure = ""
+        self.failure, self._heard = "", 0.0
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
         self._more = self.dashboard.read()
@@ -111,18 +111,21 @@ class Monitor(anywidget.AnyWidget):
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
             with self.hold_sync():  # one message
-                self.frame, self.window = frame, window
+                self.frame, self.window = {**frame, "heard": self._heard}, window
 
     def _send_facts(self) -> None:
         with self._lock, self.hold_sync():
             self.facts = {**self.dashboard.facts(), "failure": self.failure.strip().rsplit("\n", 1)[-1],
-                          "picture": self.model_id}  # fmt: skip
+                          "picture": self.model_id, "heard": self._heard}  # fmt: skip
             self.alerts = self.dashboard.alerts()
             self.heat, self.log = self.dashboard.heat(), self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Answers the browser; in whichever thread the kernel runs this, and never for long."""
-        kind = message.get("type") if isinstance(message, dict) else None
+        message = message if isinstance(message, dict) else {}
+        kind, number = message.get("type"), message.get("number")
+        if isinstance(number, int | float):
+            self._heard = number
         if kind == "view":
             self.view = View.from_message(message)
             self._guarded(self._send_frame)
@@ -174,7 +177,9 @@ class Monitor(anywidget.AnyWidget):
         image = io.BytesIO()
         self.figure().savefig(image, format="png", dpi=100)
         picture = base64.b64encode(image.getvalue()).decode()
-        alt = html.escape(f"{self.dashboard.run.name}: loss and speed, picture {self.model_id}", quote=True)
+        facts = self.dashboard.facts()
+        words = f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture {self.model_id}"
+        alt = html.escape(words, quote=True)
         return {"image/png": picture, "text/html": f'<img alt="{alt}" src="data:image/png;base64,{picture}">'}
 
 

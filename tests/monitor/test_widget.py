@@ -69,8 +69,8 @@ def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> 
 
 def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
-    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "request": 7}, [])
-    assert widget.frame["request"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
+    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}, [])
+    assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
     widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
     _, values = unpack(widget)
     np.testing.assert_array_equal(values[0], values[2])

@@ -102,11 +102,12 @@ function lastOf(values) {
 function render({ model, el }) {
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
-  const view = { axis: "step", start: null, end: null, log_x: false, request: 0 };
-  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false };
+  const view = { axis: "step", start: null, end: null, log_x: false, request: 0 }; // request: number of the question last asked
+  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // the picture for readers without a kernel
   const sync = uPlot.sync("kit" + Math.random());
-  const send = (content) => model.send(content);
+  // Every message has a number, and the kernel says up to which it has got: so a question is known to wait.
+  const send = (content) => { const number = (state.number = Math.max(Date.now(), state.number + 1)); model.send({ ...content, number }); return number; };
 
   // --- head: name, state, what the kernel is doing
   const head = make("header", "kit-head", root);
@@ -174,7 +175,7 @@ function render({ model, el }) {
   const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // fine near 1, where it matters
   const showWeight = () => { slideValue.textContent = weight().toFixed(3); };
   let slideTimer;
-  slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { send({ type: "smoothing", value: weight() }); expect(); }, 120); };
+  slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { expect(send({ type: "smoothing", value: weight() })); }, 120); };
   const full = make("button", "kit-button", tools, "Whole run");
   full.type = "button";
   full.title = "Show the whole run (Esc)";
@@ -191,8 +192,7 @@ function render({ model, el }) {
       if (dangerous && !armed) { button.textContent = "Really " + text.toLowerCase() + "?"; armed = setTimeout(disarm, 4000); return; }
       disarm();
       state.asked[action] = Date.now();
-      send({ type: "action", name: action });
-      expect();
+      expect(send({ type: "action", name: action }));
       showActions();
     };
   }
@@ -237,22 +237,27 @@ function render({ model, el }) {
   log.tabIndex = 0;
   log.setAttribute("aria-label", "log lines");
   let searchTimer;
-  const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { send({ type: "log", search: search.value, rank: +rankInput.value || 0 }); expect(); }, 200); };
+  const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { expect(send({ type: "log", search: search.value, rank: +rankInput.value || 0 })); }, 200); };
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
 
   // --- asking the kernel
   let busyTimer;
-  function expect() { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+  function expect(number) { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+    state.waiting = number;
     clearTimeout(busyTimer);
     busyTimer = setTimeout(() => { state.frozen = true; showNotice(); }, BUSY_AFTER_MS);
   }
-  function answered() { clearTimeout(busyTimer); if (state.frozen) { state.frozen = false; showNotice(); } }
+  function answered(number) {
+    if (!state.waiting || !(number >= state.waiting)) return;
+    state.waiting = 0;
+    clearTimeout(busyTimer);
+    if (state.frozen) { state.frozen = false; showNotice(); }
+  }
   function ask() {
-    view.request += 1;
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
-    send({ type: "view", ...view, width });
-    expect();
+    view.request = send({ type: "view", ...view, width });
+    expect(view.request);
     full.disabled = view.start == null;
   }
   function zoom(start, end) {
@@ -375,6 +380,8 @@ function render({ model, el }) {
     const where = at == null ? "" : `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x[at])}:  `;
     host.readout.textContent = where + format(value) + spread;
   }
+  function place(x) { return `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x)}`; }
+  function attemptsInWords() { return (state.frame.attempts || []).slice(1).map(({ attempt, x }) => `; attempt ${attempt} from ${place(x)}`).join(""); }
   function draw() {
     root.dataset.points = state.rows ? state.rows[0].length : 0;
     if (!state.rows) return;
@@ -382,7 +389,7 @@ function render({ model, el }) {
       const data = dataOf(i);
       plot.setData(data);
       const value = lastOf(data[3]);
-      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, lastOf(data[0]))}`));
+      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`));
       readout(hosts[i], i, plot.cursor.idx, PANES[i][4]);
     });
     root.dataset.draws = +(root.dataset.draws || 0) + 1;
@@ -394,8 +401,9 @@ function render({ model, el }) {
   let slowness = 0;
   function onFrame() {
     const frame = model.get("frame");
-    if (!frame || frame.request < view.request) return; // an older question's answer
-    answered();
+    if (!frame) return;
+    answered(frame.heard);
+    if (frame.heard < view.request && !state.frozen) return; // an older question's answer; better than none from a busy kernel
     const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
@@ -411,7 +419,7 @@ function render({ model, el }) {
     const f = (state.facts = model.get("facts") || {});
     if (!f.state) return;
     state.heard = Date.now();
-    answered();
+    answered(f.heard);
     name.textContent = f.name;
     name.title = f.directory;
     const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none; }` : "";
@@ -423,6 +431,7 @@ function render({ model, el }) {
     bar.style.width = share + "%";
     progress.setAttribute("aria-valuenow", share.toFixed(1));
     root.dataset.step = f.step;
+    root.dataset.attempt = f.attempt;
     showTiles(f);
     showActions();
     showNotice();
