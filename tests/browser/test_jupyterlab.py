@@ -1,4 +1,4 @@
-"""Journeys through a real JupyterLab, watching a real job: whatever happens to the viewer, the job goes on, and back."""
+"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes on."""
 
 import os
 import signal
