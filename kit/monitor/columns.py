@@ -34,10 +34,8 @@ class Columns:
 
     def __init__(self, file: Path, cache: Path | None = None) -> None:
         self.file, self.cache = file, cache
-        self.revision = 0
+        self.revision, self._cached_rows = 0, -1
         self._reset()
-        self._load_cache()
-        self._cached_rows = len(self)
 
     def __len__(self) -> int:
         return self._rows
@@ -47,6 +45,7 @@ class Columns:
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there is more to read."""
+        self.load_cache()
         try:
             with self.file.open("rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -98,7 +97,22 @@ class Columns:
         self._cached_rows = len(self)
         return True
 
-    def _load_cache(self) -> None:
+    @property
+    def unread_bytes(self) -> int:
+        """How much of the file waits to be read."""
+        try:
+            return max(0, self.file.stat().st_size - self.position)
+        except OSError:
+            return 0
+
+    def load_cache(self) -> None:
+        """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
+        if self._cached_rows >= 0:
+            return
+        self._read_cache()
+        self._cached_rows = len(self)
+
+    def _read_cache(self) -> None:
         if self.cache is None:
             return
         try:

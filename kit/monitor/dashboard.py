@@ -20,7 +20,7 @@ from kit.metrics import Metrics
 from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman
-from kit.monitor.columns import Columns
+from kit.monitor.columns import CHUNK_BYTES, Columns
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
@@ -75,7 +75,7 @@ class Dashboard:
         self.columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
         self.curves = Curves(self.columns, lambda attempt: mfu_per_token_rate(self.run, attempt), smoothing)
         self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
-        self.others = {name: _finished(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
+        self.others = {name: _curves(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
         self.watchman, self.actions = Watchman(run), Actions(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
@@ -87,6 +87,10 @@ class Dashboard:
         with self.lock:
             before = self.columns.position
             more = self.columns.poll()
+            for other in self.others.values():
+                if not other.columns.position:
+                    other.columns.read_all()
+                    other.update()
             self.curves.update()
             if self.columns.position != before:
                 self._last_row = time.monotonic()
@@ -120,6 +124,7 @@ class Dashboard:
                 "series": SERIES, "others": list(self.others), "levels": self.levels,
                 "n": len(x), "axis": view.axis, "log_x": view.log_x, "zoomed": view.start is not None,
                 "attempts": self._attempts(view.axis), "rows": len(self.columns), "smoothing": self.curves.smoothing,
+                "read": self._share_read(),
             }  # fmt: skip
         return description, x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes()
 
@@ -160,6 +165,10 @@ class Dashboard:
         if report and not text and not self.log_search:
             return report.log_tail
         return text
+
+    def _share_read(self) -> float:
+        left = self.columns.unread_bytes
+        return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
         if not len(self.columns):
@@ -241,11 +250,9 @@ def mfu_per_token_rate(run: Run, attempt: int) -> float:
     return math.nan if one is None else float(one[0])
 
 
-def _finished(run: Run) -> Curves:
-    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin").read_all()
-    curves = Curves(columns, lambda attempt: math.nan)
-    curves.update()
-    return curves
+def _curves(run: Run) -> Curves:
+    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
+    return Curves(columns, lambda attempt: math.nan)
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

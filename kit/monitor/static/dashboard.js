@@ -102,7 +102,7 @@ function lastOf(values) {
 function render({ model, el }) {
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
-  const view = { axis: "step", start: null, end: null, log_x: false, request: 0 }; // request: number of the question last asked
+  const view = { axis: "step", start: null, end: null, log_x: false };
   const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // the picture for readers without a kernel
   const sync = uPlot.sync("kit" + Math.random());
@@ -256,8 +256,7 @@ function render({ model, el }) {
   }
   function ask() {
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
-    view.request = send({ type: "view", ...view, width });
-    expect(view.request);
+    expect(send({ type: "view", ...view, width }));
     full.disabled = view.start == null;
   }
   function zoom(start, end) {
@@ -403,13 +402,13 @@ function render({ model, el }) {
     const frame = model.get("frame");
     if (!frame) return;
     answered(frame.heard);
-    if (frame.heard < view.request && !state.frozen) return; // an older question's answer; better than none from a busy kernel
     const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
     if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
     const started = performance.now();
     if (rebuild) build(); else draw();
+    showNotice();
     requestAnimationFrame(() => setTimeout(() => { // painted: the chart library draws after its data are set
       const seconds = (performance.now() - started) / 1000;
       if (Math.abs(seconds - slowness) > 0.05 + slowness / 3) { slowness = seconds; send({ type: "drawn", duration_s: seconds }); }
@@ -476,6 +475,7 @@ function render({ model, el }) {
     root.classList.toggle("kit-stale", stale);
     notice.textContent = stale
       ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
+      : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
       : state.frozen ? "the kernel is busy with another cell: your request waits"
       : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
   }
