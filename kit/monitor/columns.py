@@ -16,6 +16,7 @@ from kit.metrics import COLUMNS
 
 NAMES = (*COLUMNS, "validation_loss")
 CHUNK_BYTES = 8 * 2**20
+FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
 FINGERPRINT_BYTES = 256
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
 CACHE_VERSION = 1
@@ -33,10 +34,8 @@ class Columns:
 
     def __init__(self, file: Path, cache: Path | None = None) -> None:
         self.file, self.cache = file, cache
-        self.revision = 0
+        self.revision, self._cached_rows = 0, -1
         self._reset()
-        self._load_cache()
-        self._cached_rows = len(self)
 
     def __len__(self) -> int:
         return self._rows
@@ -46,6 +45,7 @@ class Columns:
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there is more to read."""
+        self.load_cache()
         try:
             with self.file.open("rb") as stream:
                 size = stream.seek(0, os.SEEK_END)
@@ -97,7 +97,22 @@ class Columns:
         self._cached_rows = len(self)
         return True
 
-    def _load_cache(self) -> None:
+    @property
+    def unread_bytes(self) -> int:
+        """How much of the file waits to be read."""
+        try:
+            return max(0, self.file.stat().st_size - self.position)
+        except OSError:
+            return 0
+
+    def load_cache(self) -> None:
+        """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
+        if self._cached_rows >= 0:
+            return
+        self._read_cache()
+        self._cached_rows = len(self)
+
+    def _read_cache(self) -> None:
         if self.cache is None:
             return
         try:
@@ -105,7 +120,10 @@ class Columns:
                 header = json.loads(stream.readline(65536))
                 if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
                     return
-                data = np.fromfile(stream, dtype=np.float64).reshape(len(NAMES), header["rows"])
+                data = np.empty((len(NAMES), header["rows"] + max(1024, header["rows"] // 8)))
+                for column in data[:, : header["rows"]]:
+                    if stream.readinto(memoryview(column).cast("B")) != column.nbytes:
+                        return  # cut short
             self.position, self._tail = header["position"], bytes.fromhex(header["tail"])
             with self.file.open("rb") as stream:
                 if stream.seek(0, os.SEEK_END) < self.position or not self._same_file(stream):
@@ -171,11 +189,12 @@ def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
     """Returns the values of whole lines, [names, n], and how many lines were torn or foreign."""
-    rows = _parse_fast(text)
-    if rows is None:
-        # A lost line costs its own chunk only, and a NaN, which is not JSON, costs nothing.
-        rows = _parse_fast(text.replace(b": NaN", b": null")) if b": NaN" in text else None
-    return _parse_slowly(text) if rows is None else rows
+    rows = None
+    if len(text) >= FAST_FROM_BYTES:
+        rows = _parse_fast(text)
+        if rows is None and b": NaN" in text:  # which is not JSON, and costs nothing
+            rows = _parse_fast(text.replace(b": NaN", b": null"))
+    return _parse_slowly(text) if rows is None else rows  # a lost line costs its own chunk only
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
@@ -187,17 +206,28 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
     try:
         table = pyarrow.json.read_json(
             pyarrow.BufferReader(text),
-            read_options=pyarrow.json.ReadOptions(block_size=len(text) + 1, use_threads=False),
+            read_options=pyarrow.json.ReadOptions(block_size=FAST_BLOCK_BYTES),
             parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
     except pyarrow.ArrowException:
         return None
     if table.num_rows != text.count(b"\n"):
         return None
-    rows = np.stack([table.column(name).to_numpy() for name in NAMES])
+    rows = np.stack([np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES])
     ours = np.isfinite(rows[0]) & np.isfinite(rows[1])
     rows[:2] = np.trunc(rows[:2])
     return (rows, 0) if ours.all() else (rows[:, ours], int(np.sum(~ours)))
+
+
+def _floats(array: Any) -> np.ndarray:
+    """Returns an Arrow array of float64, NaN for null. Its own `to_numpy` would import pandas, which takes a second."""
+    valid, values = array.buffers()
+    part = slice(array.offset, array.offset + len(array))
+    result = np.frombuffer(values, np.float64)[part]
+    if array.null_count:
+        known = np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[part]
+        result = np.where(known, result, np.nan)
+    return result
 
 
 def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:

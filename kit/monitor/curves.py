@@ -3,6 +3,7 @@
 Everything grows by the new rows only, so that a tick costs the same at a thousand steps and at a million.
 """
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,8 +14,9 @@ AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
 """Not noise: an average of these would only lag behind."""
-OTHERS = ("tokens", "time", "validation_loss")
-BLOCK = 64
+DERIVED = ("tokens_per_s", "mfu", "tokens", "time")
+"""The other series are columns of the file as they are."""
+BLOCK = 32
 
 
 class Curves:
@@ -29,14 +31,14 @@ class Curves:
     def __init__(self, columns: Columns, utilisation: Callable[[int], float], smoothing: float = 0.9) -> None:
         self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
         self._revision = columns.revision
-        self._values = {name: Growing() for name in (*SERIES, *OTHERS)}
+        self._values = {name: Growing() for name in DERIVED}
         self._averages: dict[str, Average] = {}
 
     def __len__(self) -> int:
-        return len(self._values["loss"])
+        return len(self._values["time"])
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self.columns["step"][: len(self)] if name == "step" else self._values[name].array
+        return self._values[name].array if name in DERIVED else self.columns[name][: len(self)]
 
     def update(self) -> None:
         """Takes over the rows that are new in the columns; all of them where older ones have changed."""
@@ -52,11 +54,10 @@ class Curves:
         with np.errstate(divide="ignore", invalid="ignore"):
             speed = columns["tokens"][new] / columns["step_time_s"][new]
         speed[~np.isfinite(speed)] = np.nan
-        derived = {"tokens_per_s": speed, "mfu": speed * self._factors(columns["attempt"][new])}
-        for name in (*SERIES, "validation_loss"):
-            self._values[name].extend(derived[name] if name in derived else columns[name][new])
+        self._values["tokens_per_s"].extend(speed)
+        self._values["mfu"].extend(speed * self._factors(columns["attempt"][new]))
         tokens, time = self._values["tokens"], self._values["time"]
-        tokens.extend((tokens.last or 0.0) + np.cumsum(np.nan_to_num(columns["tokens"][new])))
+        tokens.extend((tokens.last or 0.0) + np.nancumsum(columns["tokens"][new]))
         elapsed = columns["time"][new] - columns["time"][0]
         # A clock that was set back must not make time run backwards.
         time.extend(np.fmax.accumulate(np.append(time.last or 0.0, elapsed))[1:])
@@ -89,7 +90,9 @@ class Curves:
         rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
         return x[last], np.stack(rows)
 
-    def _factors(self, attempts: np.ndarray) -> np.ndarray:
+    def _factors(self, attempts: np.ndarray) -> np.ndarray | float:
+        if attempts.min() == attempts.max():
+            return self.utilisation(int(attempts[0]))
         numbers, index = np.unique(attempts, return_inverse=True)
         return np.array([self.utilisation(int(number)) for number in numbers])[index]
 
@@ -141,13 +144,27 @@ class Average:
         new = values[len(self._result) :]
         if len(new):
             finite = np.isfinite(new)
-            # Only finite values move the average, so the recurrence runs over them alone.
-            totals = np.append(self._total, discounted_sum(new[finite], self.smoothing, self._total))
-            weights = np.append(self._weight, discounted_sum(np.ones(finite.sum()), self.smoothing, self._weight))
-            with np.errstate(invalid="ignore"):
-                self._result.extend((totals / weights)[np.cumsum(finite)])
-            self._total, self._weight = float(totals[-1]), float(weights[-1])
+            if finite.all():
+                self._result.extend(self._extend(new))
+            else:  # only finite values move the average, so the recurrence runs over them alone
+                before = self._total / self._weight if self._weight else np.nan
+                self._result.extend(np.append(before, self._extend(new[finite]))[np.cumsum(finite)])
         return self._result.array
+
+    def _extend(self, values: np.ndarray) -> np.ndarray:
+        """Returns the averages at further values, all finite."""
+        if not len(values):
+            return values
+        totals = discounted_sum(values, self.smoothing, self._total)
+        # The weights tend to a limit, and soon are at it: w**age is below 1e-17 after `settled` values.
+        limit = 1 / (1 - self.smoothing)
+        settled = math.ceil(40 / -math.log(self.smoothing)) if self.smoothing else 0
+        weights = limit + (self._weight - limit) * self.smoothing ** np.arange(1, min(settled, len(values)) + 1)
+        self._total = float(totals[-1])
+        self._weight = float(weights[-1]) if len(values) <= settled else limit
+        totals[: len(weights)] /= weights
+        totals[len(weights) :] /= limit
+        return totals
 
 
 def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:
@@ -158,15 +175,16 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     powers = decay ** np.arange(BLOCK + 1)
     lags = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
     inside = np.where(lags >= 0, powers[np.abs(lags)], 0.0)
-    if len(values) <= BLOCK:
-        size = len(values)
-        return inside[:size, :size] @ values + start * powers[1 : size + 1]
-    blocks = np.zeros(-(-len(values) // BLOCK) * BLOCK)
-    blocks[: len(values)] = values
-    local = blocks.reshape(-1, BLOCK) @ inside.T
-    carried = np.append(start, discounted_sum(local[:-1, -1], float(powers[BLOCK]), start))
-    local += carried[:, None] * powers[1:]
-    return local.reshape(-1)[: len(values)]
+    whole = len(values) // BLOCK * BLOCK
+    result = np.empty(len(values))
+    if whole:
+        local = np.matmul(values[:whole].reshape(-1, BLOCK), inside.T, out=result[:whole].reshape(-1, BLOCK))
+        carried = np.append(start, discounted_sum(local[:-1, -1].copy(), float(powers[BLOCK]), start))
+        local += carried[:, None] * powers[1:]
+        start = float(local[-1, -1])
+    rest = len(values) - whole
+    result[whole:] = inside[:rest, :rest] @ values[whole:] + start * powers[1 : rest + 1]
+    return result
 
 
 def pixel_edges(x: np.ndarray, width: int, start: float | None, end: float | None, log: bool) -> np.ndarray:

@@ -20,7 +20,7 @@ from kit.metrics import Metrics
 from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman
-from kit.monitor.columns import Columns
+from kit.monitor.columns import CHUNK_BYTES, Columns
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
@@ -38,7 +38,6 @@ class View:
     end: float | None = None
     width: int = 600
     log_x: bool = False
-    request: int = 0
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "View":
@@ -55,7 +54,7 @@ class View:
         return cls(
             axis=axis if axis in AXES else "step", start=start, end=end,
             width=int(min(max(number("width") or 600, 100), MAX_WIDTH)),
-            log_x=bool(message.get("log_x")), request=int(number("request") or 0),
+            log_x=bool(message.get("log_x")),
         )  # fmt: skip
 
 
@@ -76,7 +75,7 @@ class Dashboard:
         self.columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
         self.curves = Curves(self.columns, lambda attempt: mfu_per_token_rate(self.run, attempt), smoothing)
         self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
-        self.others = {name: _finished(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
+        self.others = {name: _curves(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
         self.watchman, self.actions = Watchman(run), Actions(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
@@ -88,6 +87,10 @@ class Dashboard:
         with self.lock:
             before = self.columns.position
             more = self.columns.poll()
+            for other in self.others.values():
+                if not other.columns.position:
+                    other.columns.read_all()
+                    other.update()
             self.curves.update()
             if self.columns.position != before:
                 self._last_row = time.monotonic()
@@ -118,9 +121,10 @@ class Dashboard:
                 other.smoothing = self.curves.smoothing
             extra = [self._held_out(view, len(x)), *(_at(other, view.axis, x) for other in self.others.values())]
             description = {
-                "request": view.request, "series": SERIES, "others": list(self.others), "levels": self.levels,
+                "series": SERIES, "others": list(self.others), "levels": self.levels,
                 "n": len(x), "axis": view.axis, "log_x": view.log_x, "zoomed": view.start is not None,
                 "attempts": self._attempts(view.axis), "rows": len(self.columns), "smoothing": self.curves.smoothing,
+                "read": self._share_read(),
             }  # fmt: skip
         return description, x.astype("<f8").tobytes() + np.vstack([rows, *extra]).astype("<f4").tobytes()
 
@@ -161,6 +165,10 @@ class Dashboard:
         if report and not text and not self.log_search:
             return report.log_tail
         return text
+
+    def _share_read(self) -> float:
+        left = self.columns.unread_bytes
+        return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
         if not len(self.columns):
@@ -242,11 +250,9 @@ def mfu_per_token_rate(run: Run, attempt: int) -> float:
     return math.nan if one is None else float(one[0])
 
 
-def _finished(run: Run) -> Curves:
-    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin").read_all()
-    curves = Curves(columns, lambda attempt: math.nan)
-    curves.update()
-    return curves
+def _curves(run: Run) -> Curves:
+    columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
+    return Curves(columns, lambda attempt: math.nan)
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kit.errors import MissingPackageError
 from kit.monitor.bundle import source
+from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
 
@@ -28,6 +29,7 @@ except ImportError as error:
     raise MissingPackageError("anywidget", "monitor", "The live dashboard") from error
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
+READING_LIMIT_S = 10.0
 
 
 class Monitor(anywidget.AnyWidget):
@@ -54,10 +56,12 @@ class Monitor(anywidget.AnyWidget):
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()
-        self.failure = ""
+        self.failure, self._heard = "", 0.0
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
-        self._more = self.dashboard.read()
+        self._caught_up = threading.Event()
+        # A long history is read behind the view, which the browser builds in the meantime.
+        self._more = self.dashboard.columns.unread_bytes > CHUNK_BYTES or self.dashboard.read()
         self.on_msg(self._on_message)
         self._send_frame()
         self._send_facts()
@@ -87,6 +91,8 @@ class Monitor(anywidget.AnyWidget):
         self._more = more
         if (len(self.dashboard.columns), self.dashboard.columns.revision) != before:
             self._send_frame()
+        if not more:
+            self._caught_up.set()
 
     def _follow_job(self) -> None:
         self._guarded(self._look)
@@ -111,18 +117,21 @@ class Monitor(anywidget.AnyWidget):
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
             with self.hold_sync():  # one message
-                self.frame, self.window = frame, window
+                self.frame, self.window = {**frame, "heard": self._heard}, window
 
     def _send_facts(self) -> None:
         with self._lock, self.hold_sync():
             self.facts = {**self.dashboard.facts(), "failure": self.failure.strip().rsplit("\n", 1)[-1],
-                          "picture": self.model_id}  # fmt: skip
+                          "picture": self.model_id, "heard": self._heard}  # fmt: skip
             self.alerts = self.dashboard.alerts()
             self.heat, self.log = self.dashboard.heat(), self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Answers the browser; in whichever thread the kernel runs this, and never for long."""
-        kind = message.get("type") if isinstance(message, dict) else None
+        message = message if isinstance(message, dict) else {}
+        kind, number = message.get("type"), message.get("number")
+        if isinstance(number, int | float):
+            self._heard = number
         if kind == "view":
             self.view = View.from_message(message)
             self._guarded(self._send_frame)
@@ -157,6 +166,7 @@ class Monitor(anywidget.AnyWidget):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
+        self._caught_up.wait(READING_LIMIT_S)  # the view is there by now; only the picture needs the whole history
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
@@ -174,7 +184,9 @@ class Monitor(anywidget.AnyWidget):
         image = io.BytesIO()
         self.figure().savefig(image, format="png", dpi=100)
         picture = base64.b64encode(image.getvalue()).decode()
-        alt = html.escape(f"{self.dashboard.run.name}: loss and speed, picture {self.model_id}", quote=True)
+        facts = self.dashboard.facts()
+        words = f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture {self.model_id}"
+        alt = html.escape(words, quote=True)
         return {"image/png": picture, "text/html": f'<img alt="{alt}" src="data:image/png;base64,{picture}">'}
 
 

@@ -61,6 +61,7 @@ class Screen:
 
     def __init__(self, page, run: Run, **options) -> None:
         self.page, self.dashboard, self.busy = page, Dashboard(run, **options), False
+        self.heard = 0.0
         self.view = View()
         while self.dashboard.read():
             pass
@@ -77,6 +78,7 @@ class Screen:
         """The kernel's side of a message."""
         if self.busy:
             return
+        self.heard = message.get("number", self.heard)
         if message["type"] == "view":
             self.view = View.from_message(message)
         elif message["type"] == "smoothing":
@@ -93,7 +95,7 @@ class Screen:
         dashboard.read()
         dashboard.look()
         frame, window = dashboard.frame(self.view)
-        facts = {**dashboard.facts(), "failure": ""}
+        frame, facts = {**frame, "heard": self.heard}, {**dashboard.facts(), "failure": "", "heard": self.heard}
         binary = {"window": window, "heat": dashboard.heat()}
         self.page.evaluate(
             "put",

@@ -1,10 +1,14 @@
 """The dashboard's front end: what it draws, asks and says."""
 
+import json
 import shutil
 
 import pytest
 
-from cluster.state import JobState, asked_at, take_request
+from cluster.site import Site
+from cluster.state import JobState, asked_at, log_path, read_state, take_request
+from kit.monitor.alerts import Alert
+from kit.run import Run
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, say
 
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
@@ -115,11 +119,13 @@ def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> 
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
     screen.page.get_by_role("button", name="Checkpoint now").click()
-    screen.settle(1900)
+    for _ in range(4):  # its threads go on to send what is new
+        screen.settle(500)
+        screen.tick()
     assert "waits for the kernel" in screen.text(".kit-history")
     assert "busy with another cell" in screen.text(".kit-notice")
     screen.busy = False
-    screen.answer({"type": "action", "name": "checkpoint"})
+    screen.answer(screen.sent("action")[-1])
     screen.settle(300)
     screen.tick()
     assert "Checkpoint now: asked" in screen.text(".kit-history")
@@ -215,3 +221,65 @@ def test_leaving_removes_all_listeners(open_screen, tmp_path) -> None:
     assert screen.page.evaluate("listening()") == 0
     screen.tick()
     screen.settle()
+
+
+def test_what_a_run_is_called_and_says_is_text_and_never_code(open_screen, tmp_path) -> None:
+    attack = "<img src=x onerror=document.title='owned'>"
+    run = recorded_run(tmp_path / attack, steps=40)
+    log_path(run.directory, 1, 0).write_text(f"{attack}\n<script>document.title = 'owned'</script>\n")
+    alert = Alert(kind="nan", level="error", message=attack, attempt=1, step=5, time=1.0)
+    (run.directory / "alerts.jsonl").write_text(json.dumps(alert.to_dict()) + "\n")
+    state = read_state(run.directory)
+    assert state and state.process
+    say(run, JobState.RUNNING, step=40, process=state.process.replace(host=attack))
+    screen = open_screen(run, baselines={attack: 2.0})
+    screen.settle()
+    for selector in (".kit-name", ".kit-reason", ".kit-alerts", ".kit-log"):
+        assert attack in screen.text(selector)
+    assert "<script>" in screen.text(".kit-log")
+    assert screen.page.locator(".kit-monitor img, .kit-monitor script").count() == 0
+    assert screen.page.title() == ""
+
+
+def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=300)
+    screen = open_screen(run)
+    table = screen.page.get_by_role("table")
+    assert table.count() == 0
+    screen.page.get_by_role("button", name="table").click()
+    assert screen.text(".kit-table caption") == "Charts in numbers, step 1 to step 300"
+    loss = table.get_by_role("row").filter(has_text="Loss").inner_text().split("\t")
+    metrics = run.metrics()
+    assert [float(text) for text in loss[2:]] == pytest.approx([metrics["loss"].min(), metrics["loss"].max()], abs=1e-3)
+    add_rows(run, 301, 310)
+    screen.tick()
+    screen.settle()
+    assert "to step 310" in screen.text(".kit-table caption")
+    assert table.get_by_role("row").count() == 7 and table.get_by_role("rowheader", name="MFU").count() == 1
+    screen.photograph("table")
+
+
+def test_a_screen_reader_hears_only_what_is_new(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
+    screen = open_screen(run)
+    screen.page.evaluate("""() => { window.spoken = [];
+        const listen = new MutationObserver((all) => all.forEach(({target}) => window.spoken.push(target.textContent)));
+        for (const region of document.querySelectorAll('[role=status],[role=log]'))
+          listen.observe(region, {childList: true, characterData: true, subtree: true}); }""")
+    for _ in range(3):
+        screen.tick()
+        screen.settle()
+    assert screen.page.evaluate("spoken") == []
+    say(run, JobState.RUNNING, step=900, process=dead_process())
+    screen.tick()
+    screen.settle()
+    spoken = screen.page.evaluate("spoken")
+    assert "✖ lost" in spoken and any("job lost" in text for text in spoken)
+
+
+def test_an_unknown_peak_is_said_where_the_mfu_would_be(open_screen, tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=50)
+    Site.load("laptop").write(run.directory / "site.json")
+    screen = open_screen(Run.open(run.directory))
+    assert "peak unknown" in screen.text(".kit-tiles")
+    assert screen.coloured(1, "#505050") > 150, "words on the empty chart"

@@ -3,6 +3,8 @@
 import base64
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,8 +69,8 @@ def test_new_steps_reach_the_view_within_half_a_second(show, tmp_path: Path) -> 
 
 def test_zoom_smoothing_and_nonsense_from_the_browser(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
-    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "request": 7}, [])
-    assert widget.frame["request"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
+    widget._on_message(widget, {"type": "view", "start": 1000, "end": 1100, "width": 500, "number": 7}, [])
+    assert widget.frame["heard"] == 7 and unpack(widget)[0][[0, -1]].tolist() == [999, 1101]
     widget._on_message(widget, {"type": "smoothing", "value": 0.0}, [])
     _, values = unpack(widget)
     np.testing.assert_array_equal(values[0], values[2])
@@ -192,3 +194,13 @@ def test_the_bundle_is_the_pinned_version_with_its_licence(bundled: Path) -> Non
     assert "MIT" in (bundled / "LICENSE").read_text()
     lock = json.loads((bundle.STATIC / "package-lock.json").read_text())["packages"]["node_modules/uplot"]
     assert lock["version"] == bundle.version() and lock["integrity"].startswith("sha512-")
+
+
+def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None:
+    import kit.monitor
+
+    assert kit.monitor.Monitor is Monitor
+    with pytest.raises(AttributeError, match="no attribute 'Montor'"):
+        kit.monitor.Montor  # noqa: B018
+    code = "import sys, kit.monitor; sys.exit(bool({'anywidget', 'rich', 'numpy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,6 +18,7 @@ const ACTIONS = [
   ["cancel", "Stop now", "End the job at once, without a checkpoint", true],
   ["resume", "Resume", "Start the job again from its last checkpoint", false],
 ];
+const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // 0.8, 1.1, 1.4 x median
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
 const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
 
@@ -46,6 +47,9 @@ function make(tag, className, parent, text) {
   return element;
 }
 
+// A screen reader speaks a live region again whenever its text is set.
+function say(element, text) { if (element.textContent !== text) element.textContent = text; }
+
 function isDark(element) {
   for (let e = element; e; e = e.parentElement) {
     const c = getComputedStyle(e).backgroundColor.match(/[\d.]+/g);
@@ -70,6 +74,12 @@ function splits(low, high, log, most) {
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(+(i * step).toPrecision(12));
   return found;
+}
+
+// The same in whole MiB or GiB where bytes are drawn.
+function ticks(low, high, log, most, key) {
+  const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
+  return splits(low / unit, high / unit, log, most).map((v) => v * unit);
 }
 
 // Which held-out losses to draw as circles: not so many that they hide the curve.
@@ -102,11 +112,12 @@ function lastOf(values) {
 function render({ model, el }) {
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
-  const view = { axis: "step", start: null, end: null, log_x: false, request: 0 };
-  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false };
+  const view = { axis: "step", start: null, end: null, log_x: false };
+  const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), asked: {}, frozen: false, number: 0, waiting: 0 };
   const hidden = make("style", "", root); // the picture for readers without a kernel
   const sync = uPlot.sync("kit" + Math.random());
-  const send = (content) => model.send(content);
+  // Every message has a number, and the kernel says up to which it has got: so a question is known to wait.
+  const send = (content) => { const number = (state.number = Math.max(Date.now(), state.number + 1)); model.send({ ...content, number }); return number; };
 
   // --- head: name, state, what the kernel is doing
   const head = make("header", "kit-head", root);
@@ -127,7 +138,7 @@ function render({ model, el }) {
   const formula = make("p", "kit-note", root);
   formula.hidden = true;
   for (const [key, label] of [["loss", "Loss"], ["mfu", "MFU"], ["speed", "Tokens/s"], ["step", "Step"], ["tokens", "Tokens seen"],
-    ["left", "Tokens left"], ["eta", "Time left"], ["grad", "Gradient norm"], ["memory", "Memory"], ["cost", "Cost so far"]]) {
+    ["eta", "Time left"], ["grad", "Gradient norm"], ["memory", "Memory"]]) {
     const box = make(key === "mfu" ? "button" : "div", "kit-tile", tiles);
     make("span", "kit-label", box, label);
     tile[key] = make("span", "kit-value", box, "–");
@@ -174,11 +185,12 @@ function render({ model, el }) {
   const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // fine near 1, where it matters
   const showWeight = () => { slideValue.textContent = weight().toFixed(3); };
   let slideTimer;
-  slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { send({ type: "smoothing", value: weight() }); expect(); }, 120); };
+  slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { expect(send({ type: "smoothing", value: weight() })); }, 120); };
   const full = make("button", "kit-button", tools, "Whole run");
   full.type = "button";
   full.title = "Show the whole run (Esc)";
   full.onclick = () => zoom(null, null);
+  toggle("table", "The charts' numbers as a table", false, (on) => { table.hidden = !on; showTable(); });
   const acts = make("span", "kit-acts", tools);
   const buttons = {};
   for (const [action, text, title, dangerous] of ACTIONS) {
@@ -191,8 +203,7 @@ function render({ model, el }) {
       if (dangerous && !armed) { button.textContent = "Really " + text.toLowerCase() + "?"; armed = setTimeout(disarm, 4000); return; }
       disarm();
       state.asked[action] = Date.now();
-      send({ type: "action", name: action });
-      expect();
+      expect(send({ type: "action", name: action }));
       showActions();
     };
   }
@@ -211,6 +222,21 @@ function render({ model, el }) {
     plot.setAttribute("role", "img");
     return { key, plot, readout };
   });
+
+  // --- the same in numbers
+  const table = make("table", "kit-table", root);
+  table.hidden = true;
+  function showTable() {
+    if (table.hidden) return;
+    const cells = (tag, texts) => { const row = make("tr", "", null); texts.forEach((text, i) => { const cell = make(i ? tag : "th", "", row, text); if (!i || tag === "th") cell.scope = i || tag === "td" ? "row" : "col"; }); return row; };
+    const range = state.rows ? `${place(state.rows[0][0])} to ${place(lastOf(state.rows[0]))}` : "no step yet";
+    table.replaceChildren(make("caption", "", null, `Charts in numbers, ${range}`), cells("th", ["series", "smoothed, last", "lowest", "highest"]));
+    PANES.forEach(([, title, , , format], i) => {
+      const [, low, high, average] = state.rows ? dataOf(i) : [[], [], [], []], known = (v) => (v == null ? "–" : format(v));
+      const least = low.reduce((a, v) => (v == null || (a != null && a <= v) ? a : v), null), most = high.reduce((a, v) => (v == null || (a != null && a >= v) ? a : v), null);
+      table.append(cells("td", [title, known(lastOf(average)), known(least), known(most)]));
+    });
+  }
 
   // --- ranks and log
   const low = make("div", "kit-low", root);
@@ -237,22 +263,26 @@ function render({ model, el }) {
   log.tabIndex = 0;
   log.setAttribute("aria-label", "log lines");
   let searchTimer;
-  const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { send({ type: "log", search: search.value, rank: +rankInput.value || 0 }); expect(); }, 200); };
+  const askLog = () => { clearTimeout(searchTimer); searchTimer = setTimeout(() => { expect(send({ type: "log", search: search.value, rank: +rankInput.value || 0 })); }, 200); };
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
 
   // --- asking the kernel
   let busyTimer;
-  function expect() { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+  function expect(number) { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+    state.waiting = number;
     clearTimeout(busyTimer);
     busyTimer = setTimeout(() => { state.frozen = true; showNotice(); }, BUSY_AFTER_MS);
   }
-  function answered() { clearTimeout(busyTimer); if (state.frozen) { state.frozen = false; showNotice(); } }
+  function answered(number) {
+    if (!state.waiting || !(number >= state.waiting)) return;
+    state.waiting = 0;
+    clearTimeout(busyTimer);
+    if (state.frozen) { state.frozen = false; showNotice(); }
+  }
   function ask() {
-    view.request += 1;
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
-    send({ type: "view", ...view, width });
-    expect();
+    expect(send({ type: "view", ...view, width }));
     full.disabled = view.start == null;
   }
   function zoom(start, end) {
@@ -301,7 +331,7 @@ function render({ model, el }) {
       },
       axes: [
         { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 100)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
-        { ...axis, size: 58, splits: (u, _, a, b) => splits(a, b, log, i < LARGE ? 6 : 4), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
+        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
       ],
       series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
       hooks: {
@@ -358,6 +388,11 @@ function render({ model, el }) {
         if (value != null) write(label, Math.min(right, u.valToPos(u.data[0][values.lastIndexOf(value)], "x", true)), u.valToPos(value, "y", true) - 14 * ratio);
       });
     }
+    if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
+      ctx.textAlign = "center";
+      write("No MFU: the peak of this site is unknown", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
+      write("measure one: kit bench-site", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
+    }
     ctx.restore();
   }
   function dataOf(i) {
@@ -375,6 +410,8 @@ function render({ model, el }) {
     const where = at == null ? "" : `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x[at])}:  `;
     host.readout.textContent = where + format(value) + spread;
   }
+  function place(x) { return `${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, x)}`; }
+  function attemptsInWords() { return (state.frame.attempts || []).slice(1).map(({ attempt, x }) => `; attempt ${attempt} from ${place(x)}`).join(""); }
   function draw() {
     root.dataset.points = state.rows ? state.rows[0].length : 0;
     if (!state.rows) return;
@@ -382,9 +419,10 @@ function render({ model, el }) {
       const data = dataOf(i);
       plot.setData(data);
       const value = lastOf(data[3]);
-      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${AXIS_NAMES[state.frame.axis]} ${axisValue(state.frame.axis, lastOf(data[0]))}`));
+      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`));
       readout(hosts[i], i, plot.cursor.idx, PANES[i][4]);
     });
+    showTable();
     root.dataset.draws = +(root.dataset.draws || 0) + 1;
   }
 
@@ -394,14 +432,15 @@ function render({ model, el }) {
   let slowness = 0;
   function onFrame() {
     const frame = model.get("frame");
-    if (!frame || frame.request < view.request) return; // an older question's answer
-    answered();
+    if (!frame) return;
+    answered(frame.heard);
     const rebuild = String(frame.others) !== String(state.frame.others) || frame.log_x !== state.frame.log_x;
     state.frame = frame;
     state.rows = unpack(model.get("window"), frame.n);
     if (document.activeElement !== slider && frame.smoothing != null) { slider.value = -Math.log10(1 - frame.smoothing) / 3; showWeight(); }
     const started = performance.now();
     if (rebuild) build(); else draw();
+    showNotice();
     requestAnimationFrame(() => setTimeout(() => { // painted: the chart library draws after its data are set
       const seconds = (performance.now() - started) / 1000;
       if (Math.abs(seconds - slowness) > 0.05 + slowness / 3) { slowness = seconds; send({ type: "drawn", duration_s: seconds }); }
@@ -411,18 +450,19 @@ function render({ model, el }) {
     const f = (state.facts = model.get("facts") || {});
     if (!f.state) return;
     state.heard = Date.now();
-    answered();
+    answered(f.heard);
     name.textContent = f.name;
     name.title = f.directory;
     const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
-    badge.textContent = `${ICONS[f.state] || "…"} ${f.state}`;
+    say(badge, `${ICONS[f.state] || "…"} ${f.state}`);
     badge.dataset.state = root.dataset.state = f.state;
     reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}`;
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
     bar.style.width = share + "%";
     progress.setAttribute("aria-valuenow", share.toFixed(1));
     root.dataset.step = f.step;
+    root.dataset.attempt = f.attempt;
     showTiles(f);
     showActions();
     showNotice();
@@ -436,14 +476,12 @@ function render({ model, el }) {
     put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.mfu == null ? (f.step ? "peak unknown" : "") : `HFU ${(100 * f.hfu).toFixed(1)} %`);
     put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`);
     put("step", whole(f.step), `of ${whole(f.num_steps)}`);
-    put("tokens", short(f.tokens));
-    put("left", short(f.tokens_left));
-    put("eta", f.eta_s == null ? "–" : duration(f.eta_s));
+    put("tokens", short(f.tokens), f.tokens_left ? `${short(f.tokens_left)} left` : "");
+    const spent = f.cost ? "$" + (f.cost.value < 100 ? f.cost.value.toFixed(2) : whole(f.cost.value)) : "";
+    put("eta", f.eta_s == null ? "–" : duration(f.eta_s), spent && `${spent} so far`);
+    tile.eta.box.title = f.cost ? `Cost: node hours x price per node hour, ${f.cost.note}` : "";
     put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString());
     put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "");
-    put("cost", f.cost ? "$" + (f.cost.value < 100 ? f.cost.value.toFixed(2) : whole(f.cost.value)) : "–");
-    tile.cost.box.title = f.cost ? f.cost.note : "";
-    tile.cost.box.hidden = !f.cost;
   }
   function showActions() {
     const f = state.facts, lines = [];
@@ -459,19 +497,23 @@ function render({ model, el }) {
         lines.push(line);
       } else if (state.asked[action]) lines.push(`${text}: sent ${clock(state.asked[action] / 1000)}, waits for the kernel …`);
     }
-    history.textContent = lines.join("   ·   ");
+    say(history, lines.join("   ·   "));
   }
   function showNotice() {
     const silent = Date.now() - state.heard, f = state.facts;
     const stale = silent > SILENT_AFTER_MS;
     root.classList.toggle("kit-stale", stale);
-    notice.textContent = stale
+    say(notice, stale
       ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
+      : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
       : state.frozen ? "the kernel is busy with another cell: your request waits"
-      : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
+      : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "");
   }
+  let shownAlerts = "";
   function onAlerts() {
-    const all = model.get("alerts") || [];
+    const all = model.get("alerts") || [], now = JSON.stringify([all, allAlerts]);
+    if (now === shownAlerts) return; // or a screen reader would hear them again, and a focused button would go
+    shownAlerts = now;
     root.dataset.alerts = all.length;
     alerts.replaceChildren(...(allAlerts ? all : all.slice(0, SHOWN_ALERTS)).map((alert) => {
       const item = make("li", "kit-" + alert.level);
@@ -503,18 +545,25 @@ function render({ model, el }) {
     heat.height = ranks;
     heat.style.height = Math.min(176, Math.max(48, ranks * 14)) + "px";
     const context = heat.getContext("2d"), image = context.createImageData(samples, ranks);
-    const ends = state.dark ? [[30, 38, 52], [86, 120, 160], [255, 190, 80]] : [[238, 243, 248], [158, 188, 218], [178, 60, 0]];
+    const ends = HEAT[state.dark ? "dark" : "light"];
+    const shade = (value) => { // 0 … 254
+      const v = value / 127, [a, b] = v < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]], share = v < 1 ? v : v - 1;
+      return a.map((c, k) => Math.round(c + (b[k] - c) * share));
+    };
     for (let i = 0; i < data.byteLength; i++) {
       const value = data.getUint8(i);
       if (value === 255) continue; // unknown: transparent
-      const v = value / 127, [a, b] = v < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]], share = v < 1 ? v : v - 1;
-      image.data.set([...a.map((c, k) => c + (b[k] - c) * share), 255], 4 * i);
+      image.data.set([...shade(value), 255], 4 * i);
     }
     context.putImageData(image, 0, 0);
     rankTitle.textContent = "Step time by rank, over the median";
     rankScale.textContent = `rank 0 (top) to ${ranks - 1}, the last ${samples} heartbeats; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
     heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
-    stages.replaceChildren(...(f.stages || []).map((v, i) => make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`)));
+    stages.replaceChildren(...(f.stages || []).map((v, i) => {
+      const stage = make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`);
+      if (v != null) stage.style.borderColor = `rgb(${shade(Math.min(254, Math.max(0, ((v - 0.8) / 0.6) * 254)))})`;
+      return stage;
+    }));
   }
   function showLog() {
     log.textContent = model.get("log") || (search.value ? `no line with “${search.value}”` : "no output yet");

@@ -1,0 +1,190 @@
+"""A JupyterLab server of one's own, and a notebook in it as a person handles it: for journeys in a real browser."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+
+PATIENCE_S = 60.0  # of every wait: the machine may be busy with other things
+READY = """async () => { while (!window.jupyterapp) await new Promise(r => setTimeout(r, 50));
+  const app = window.jupyterapp; await app.restored;
+  let w; while (!(w = app.shell.currentWidget)?.sessionContext) await new Promise(r => setTimeout(r, 50));
+  await w.context.ready; await w.sessionContext.ready; await w.revealed;
+  let k; while (!((k = w.sessionContext.session?.kernel)?.connectionStatus === 'connected' && k.status === 'idle'))
+    await new Promise(r => setTimeout(r, 25)); }"""
+RUN_CELL = """async ([i, wait]) => { const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
+  notebook.activeCellIndex = i; notebook.deselectAll();
+  const done = app.commands.execute('notebook:run-cell'); if (wait) await done; }"""
+KERNEL = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+SAVE = "async () => await window.jupyterapp.shell.currentWidget.context.save()"
+SETTINGS = {
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # cells off screen have no DOM otherwise
+}
+PLACES = {
+    "HOME": "", "JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "JUPYTER_RUNTIME_DIR": "runtime",
+    "JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "spaces", "IPYTHONDIR": "ipython",
+    "MPLCONFIGDIR": "mpl",
+}  # fmt: skip
+
+
+class Lab:
+    """A JupyterLab server with settings of its own, that serves `folder`."""
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self.home, self.folder, self.log = home, folder, home / "server.log"
+        for extension, settings in SETTINGS.items():
+            file = home / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(settings))
+        self.start()
+
+    def start(self) -> None:
+        """Starts the server and waits for its first answer."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
+                   "--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", "--ServerApp.password=",
+                   f"--ServerApp.root_dir={self.folder}"]  # fmt: skip
+        environment = os.environ | {name: str(self.home / place) for name, place in PLACES.items()}
+        with self.log.open("a") as output:
+            self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        wait_until(self._answers, self._last_words)
+
+    def stop(self) -> None:
+        """Ends the server and its kernels, as Ctrl-C twice would."""
+        left = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a kernel that does not end
+            self.process.wait(15)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "ipykernel" in " ".join(process.cmdline()):  # and not a job that a kernel has started
+                    process.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def foreign_connections(self) -> list[str]:
+        """Returns the addresses outside this machine to which the server or one of its kernels is connected."""
+        server = psutil.Process(self.process.pid)
+        peers = [
+            connection.raddr.ip
+            for process in (server, *server.children(recursive=True))
+            for connection in process.net_connections("inet")
+            if connection.raddr
+        ]
+        assert peers, "kernel and server talk to each other"
+        return [peer for peer in peers if not peer.startswith(("127.", "::1", "::ffff:127."))]
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/api/status", timeout=2):
+            return True
+        return False
+
+    def _last_words(self) -> str:
+        return f"JupyterLab did not start:\n{self.log.read_text()[-2000:]}"
+
+
+class Notebook:
+    """A notebook in a page of its own: cell 0 opens the run, cell 1 shows its dashboard, cell 2 is busy until told."""
+
+    def __init__(self, browser: Any, lab: Lab, cells: list[str]) -> None:
+        self.browser, self.lab, self.file = browser, lab, lab.folder / "watch.ipynb"
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+        book.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(book, self.file)
+        self.requests: list[str] = []
+        self.context = None
+
+    def open(self) -> None:
+        """Opens the notebook in a fresh browser window, and waits for its kernel."""
+        if self.context:
+            self.context.close()
+        self.context = self.browser.new_context(viewport={"width": 1300, "height": 1250})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(1000 * PATIENCE_S)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("websocket", lambda channel: self.requests.append(channel.url))
+        self.page.goto(f"{self.lab.address}/lab/tree/{self.file.name}?reset")
+        try:
+            self.ready()
+        except Exception:  # JupyterLab itself hangs now and then while it opens
+            self.page.reload()
+            self.ready()
+
+    def ready(self) -> None:
+        """Waits until the notebook's kernel is connected and idle; the tool bar says so too early."""
+        self.evaluate(READY)
+
+    def run_cell(self, number: int, *, wait: bool = True) -> None:
+        """Runs a cell, to its end unless told otherwise."""
+        self.evaluate(RUN_CELL, [number, wait])
+
+    def attach(self) -> None:
+        """Runs the two cells that show the dashboard."""
+        self.run_cell(0)
+        self.run_cell(1)
+        self.page.wait_for_selector(".kit-monitor[data-draws]")
+
+    def save(self) -> nbformat.NotebookNode:
+        """Saves the notebook and returns what is in its file."""
+        self.evaluate(SAVE)
+        return nbformat.read(self.file, as_version=4)
+
+    def evaluate(self, script: str, argument: object = None) -> Any:
+        """Runs a script in the page, which by itself would wait for ever."""
+        race = f"""(a) => Promise.race([({script})(a),
+            new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""
+        return self.page.evaluate(race, argument)
+
+    def kernel_status(self) -> str:
+        return self.evaluate(f"() => {KERNEL}.status")
+
+    def seen(self, name: str) -> str:
+        """Returns what the dashboard says of itself: state, step, attempt, points, draws."""
+        return self.page.locator(".kit-monitor").last.get_attribute(f"data-{name}") or ""
+
+    @property
+    def step(self) -> int:
+        return int(self.seen("step") or 0)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).last.inner_text()
+
+    def click(self, name: str) -> None:
+        self.page.get_by_role("button", name=name, exact=True).last.click()
+
+    def until(self, condition: Callable[[], Any], limit_s: float = PATIENCE_S) -> float:
+        """Waits for a condition, and returns how long that took in seconds."""
+        return wait_until(
+            condition, lambda: self.page.locator("body").inner_text()[-1500:], limit_s, self.page.wait_for_timeout
+        )
+
+    def photograph(self, name: str) -> None:
+        """Keeps a picture for people to look at, where KIT_SCREENSHOTS names a folder."""
+        if folder := os.environ.get("KIT_SCREENSHOTS"):
+            self.page.screenshot(path=Path(folder) / f"{name}.png", animations="disabled")
+
+
+def wait_until(
+    condition: Callable[[], Any], why: Callable[[], str], limit_s: float = PATIENCE_S,
+    pause: Callable[[float], None] = lambda ms: time.sleep(ms / 1000),
+) -> float:  # fmt: skip
+    """Waits for a condition, returns how long that took in seconds, and fails with `why` after `limit_s`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < limit_s, why()
+        pause(50)
+    return time.monotonic() - start
