@@ -46,8 +46,8 @@ gallery: .venv/demo-installed  ## run all notebooks and keep their pictures in n
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of the README
 	$(BIN)/python -m kit.bench
 
-clean:
-	rm -rf .venv build results runs data
+clean:  ## what can be made again; runs and data stay
+	rm -rf .venv build results
 
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) pip takes it; else the CUDA one.
 .venv/demo-installed: pyproject.toml constraints.txt

@@ -1,8 +1,9 @@
 """Heartbeats between the nodes of a job and its supervisor, as UDP datagrams.
 
-Each node says every BEAT_EVERY_S that it is there, and the supervisor answers. So the supervisor knows of a node that
-has fallen silent long before Slurm or the collectives do, and a node that is cut off knows it too, and ends its ranks.
-A node that was never heard is not missed: where datagrams do not pass, the rest works without them.
+The first rank of each node says every BEAT_EVERY_S that it is there, the others half as often, and the supervisor
+answers each. So the supervisor knows of a node that has fallen silent long before Slurm or the collectives do, and the
+ranks of a node that is cut off know it too, and end. A node that was never heard is not missed: where datagrams do not
+pass, the rest works without them.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ class Switchboard:
         self.token = secrets.token_hex(8)  # keeps out datagrams of other jobs and attempts
         self.address = f"{host}:{self.socket.getsockname()[1]}:{self.token}"
         self.heard: dict[str, float] = {}
-        self.senders: dict[str, tuple] = {}
+        self.senders: set[tuple] = set()
         self.ending = False
 
     def receive(self) -> list[dict]:
@@ -42,7 +43,7 @@ class Switchboard:
                     if message["token"] != self.token:
                         continue
                     self.heard[str(message["node"])] = time.monotonic()
-                    self.senders[str(message["node"])] = sender
+                    self.senders.add(sender)
                 except (ValueError, KeyError, TypeError):
                     continue
                 if message.get("event"):
@@ -55,7 +56,7 @@ class Switchboard:
     def end(self) -> None:
         """Orders the ranks of all nodes to end."""
         self.ending = True
-        for sender in self.senders.values():
+        for sender in self.senders:
             with contextlib.suppress(OSError):
                 self.socket.sendto(b"end", sender)
 

@@ -67,9 +67,9 @@ class Keeper:
         process = subprocess.Popen(
             self.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: become_deaf_rank(keeper)
         )
-        last_beat = 0.0
+        last_beat, beat_every_s = 0.0, BEAT_EVERY_S if self.is_first_here else 2 * BEAT_EVERY_S
         while process.poll() is None:
-            if self.line and self.is_first_here and time.monotonic() - last_beat >= BEAT_EVERY_S:
+            if self.line and time.monotonic() - last_beat >= beat_every_s:
                 last_beat = time.monotonic()
                 self.line.send()
             self._wait(reader)
@@ -107,9 +107,11 @@ class Keeper:
         unheard = self.warned_at is not None and self.line.answered_before(self.warned_at)
         if unheard and self.warned_at is not None and time.monotonic() - self.warned_at > ANSWER_WAIT_S:
             return True
-        if not self.is_first_here or self.line.alone_s < ALONE_AFTER_S:
+        if self.line.alone_s < ALONE_AFTER_S:
             return False
-        print(f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr)
+        if self.is_first_here:
+            said = f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending."
+            print(said, file=sys.stderr)
         self.is_orphan = True
         return True
 

@@ -141,7 +141,7 @@ def lose(nodes, job: Job, node: str, how: str) -> tuple[float, Event]:
 
 @pytest.mark.parametrize("how", ["power_off", "cut"], ids=["switched_off", "cut_off_silently"])
 def test_lost_node(nodes, site, tmp_path, how):
-    job = standin(tmp_path / how, site)
+    job = standin(tmp_path / how, site, num_processes=8)  # two ranks a node, none of which may be forgotten
     start, requeued = lose(nodes, job, "node3", how)
     what = "node switched off" if how == "power_off" else "node cut off silently"
     measured(f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason)
