@@ -30,6 +30,9 @@ except ImportError as error:
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
+_SHOWN: dict[
+    str, tuple[str, list["Monitor"]]
+] = {}  # by cell of a notebook: its last execution, and what that has shown
 
 
 class Monitor(anywidget.AnyWidget):
@@ -160,6 +163,7 @@ class Monitor(anywidget.AnyWidget):
         """
         from IPython.display import DisplayHandle, display
 
+        self._replace_earlier()
         facts = self.facts
         text = f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of {facts.get('num_steps')}"
         bundle = self._repr_mimebundle_()
@@ -169,6 +173,22 @@ class Monitor(anywidget.AnyWidget):
         self._caught_up.wait(READING_LIMIT_S)  # the view is there by now; only the picture needs the whole history
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
+
+    def _replace_earlier(self) -> None:
+        """Ends the views that an earlier run of this cell has shown, whose threads nobody watches any more."""
+        from IPython.core.getipython import get_ipython
+
+        parent = getattr(get_ipython(), "get_parent", dict)()
+        cell, execution = parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
+        if cell is None:
+            return
+        before, shown = _SHOWN.get(cell, (execution, []))
+        if before != execution:
+            for earlier in shown:
+                if earlier is not self:
+                    earlier.close()
+            shown = []
+        _SHOWN[cell] = (execution, [*shown, self])
 
     def _refresh_picture(self) -> None:
         """Keeps the picture of a notebook that is saved later near the present; the last one is of the end."""

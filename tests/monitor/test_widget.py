@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,25 @@ def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
     before = [thread for thread in threading.enumerate() if thread.name.startswith("kit_follow")]
     widget.close()
     until(lambda: not any(thread.is_alive() for thread in before[-2:]))
+
+
+def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path: Path, monkeypatch) -> None:
+    run, parent = recorded_run(tmp_path / "run"), {}
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: types.SimpleNamespace(get_parent=lambda: parent))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda *_, **__: None)
+
+    def execute(cell: str, message: str, *widgets: Monitor) -> None:
+        parent.update(metadata={"cellId": cell}, header={"msg_id": message})
+        for widget in widgets:
+            widget._ipython_display_()
+
+    first, second, other = show(run), show(run), show(run)
+    execute("a", "1", first, second)
+    execute("b", "2", other)
+    assert not any(widget._closed.is_set() for widget in (first, second, other))
+    execute("a", "3", second, show(run))
+    assert first._closed.is_set() and not second._closed.is_set() and not other._closed.is_set()
 
 
 def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> None:

@@ -330,7 +330,7 @@ function render({ model, el }) {
         y: { distr: log ? 3 : 1, range: yRange },
       },
       axes: [
-        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 100)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
+        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 70)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
         { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
       ],
       series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
@@ -372,7 +372,7 @@ function render({ model, el }) {
       for (const { attempt, x } of frame.attempts.slice(1)) {
         const at = Math.round(u.valToPos(x, "x", true));
         rule(at, bbox.top, at, bbox.top + bbox.height, [2, 3]);
-        write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
+        if (bbox.width > 300 * ratio) write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
       }
     if (key === "loss") {
       ctx.textAlign = "right";
@@ -457,7 +457,8 @@ function render({ model, el }) {
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, `${ICONS[f.state] || "…"} ${f.state}`);
     badge.dataset.state = root.dataset.state = f.state;
-    reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}`;
+    const saved = (f.checkpoints || []).at(-1);
+    reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
     bar.style.width = share + "%";
     progress.setAttribute("aria-valuenow", share.toFixed(1));
