@@ -11,7 +11,7 @@ import io
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,8 @@ class Monitor(anywidget.AnyWidget):
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()
-        self.failure, self._heard = "", 0.0
+        self._failures: dict[str, str] = {}
+        self._heard = 0.0
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
@@ -98,22 +99,24 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
-        self._guarded(self._look)
-        while not self._closed.wait(LOOK_S):
-            self._guarded(self._look)
+        while True:
+            for work in (self.dashboard.look, self._send_facts, self._refresh_picture):
+                self._guarded(work)
+            if self._closed.wait(LOOK_S):
+                return
 
-    def _look(self) -> None:
-        self.dashboard.look()
-        self._send_facts()
-        self._refresh_picture()
+    @property
+    def failure(self) -> str:
+        """What goes wrong in the view itself just now, as a traceback; empty while all is well."""
+        return next(iter(self._failures.copy().values()), "")
 
-    def _guarded(self, work: Any) -> None:
+    def _guarded(self, work: Callable[[], Any]) -> None:
         """A thread must live on whatever a run directory does; what went wrong is shown in the view."""
         try:
             work()
-            self.failure = ""
+            self._failures.pop(work.__name__, None)
         except Exception:
-            self.failure = traceback.format_exc()
+            self._failures[work.__name__] = traceback.format_exc()
 
     def _send_frame(self) -> None:
         with self._lock:

@@ -44,7 +44,7 @@ def show(bundled):
         widget.close()
 
 
-def until(condition, limit_s: float = 5.0) -> None:
+def until(condition, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -138,6 +138,22 @@ def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path: Path, 
     assert len(json.dumps([view, picture])) < 200_000
     for value in (widget.frame, widget.facts, widget.alerts):
         json.dumps(value, allow_nan=False)
+
+
+def test_a_fault_of_the_view_is_said_in_the_view_and_ends_nothing(show, tmp_path: Path, monkeypatch) -> None:
+    run = recorded_run(tmp_path / "run", steps=20)
+    widget = show(run)
+
+    def fail(directory: Path) -> None:
+        raise OSError("the file server is away")
+
+    monkeypatch.setattr("kit.monitor.dashboard.read_status", fail)
+    until(lambda: widget.facts["failure"] == "OSError: the file server is away")
+    add_rows(run, 21, 30)
+    until(lambda: widget.frame["rows"] == 30)
+    assert widget.facts["failure"]
+    monkeypatch.undo()
+    until(lambda: widget.facts["failure"] == "")
 
 
 def test_an_empty_run_has_a_view_and_a_picture(show, tmp_path: Path) -> None:
