@@ -99,6 +99,7 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
+        self._caught_up.wait(LOOK_S)  # the state is known from the start; the curves come first
         while True:
             for work in (self.dashboard.look, self._send_facts, self._refresh_picture):
                 self._guarded(work)
