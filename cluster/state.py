@@ -18,6 +18,7 @@ import dataclasses
 import enum
 import fcntl
 import json
+import os
 import re
 import socket
 import time
@@ -127,6 +128,7 @@ class RankHeartbeat(Record):
     step: int = field_doc("last finished step")
     time: float = field_doc("unix time of that step's end")
     step_time_s: float | None = field_doc("its duration", default=None)
+    host: str | None = field_doc("where the rank runs", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,9 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
 
 def write_rank_heartbeat(run_dir: Path, rank: int, *, attempt: int, step: int, step_time_s: float | None) -> None:
     """Writes a rank's heartbeat; each rank has its own file, so there is nothing to lock."""
-    beat = RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s)
+    beat = RankHeartbeat(
+        rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s, host=os.uname().nodename
+    )  # fmt: skip
     beat.write(run_dir / "ranks" / f"rank_{rank:05d}.json")
 
 

@@ -31,7 +31,7 @@ MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 STRAGGLER = 1.15
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
-ROWS_PER_LOOK = 50_000  # a long history is gone through in several looks, none of which takes long
+ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
 SAME_WITHIN_STEPS, SAME_WITHIN_S = 50, 600.0
 
 Level = Literal["warning", "error"]

@@ -72,8 +72,10 @@ def source() -> tuple[str, str]:
     """
     if not is_bundled():
         raise RunError(f"The live dashboard draws with uPlot {version()}, which was not fetched yet. Run: {COMMAND}")
-    script = (VENDOR / "uPlot.iife.min.js").read_text() + ";\n" + (STATIC / "dashboard.js").read_text()
-    return script, (VENDOR / "uPlot.min.css").read_text() + (STATIC / "dashboard.css").read_text()
+    files = (VENDOR / "uPlot.iife.min.js", STATIC / "numbers.js", STATIC / "dashboard.js")
+    return ";\n".join(file.read_text() for file in files), (VENDOR / "uPlot.min.css").read_text() + (
+        STATIC / "dashboard.css"
+    ).read_text()
 
 
 def _npm() -> list[str]:

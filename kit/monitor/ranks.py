@@ -41,7 +41,7 @@ class RankTimes:
         column = np.full(self.num_ranks, np.nan)
         for beat in beats:
             column[beat.rank] = np.nan if beat.step_time_s is None else beat.step_time_s
-            self.hosts[beat.rank] = getattr(beat, "host", None)
+            self.hosts[beat.rank] = beat.host
         self.steps, self.samples = [*self.steps, step][-SAMPLES:], [*self.samples, column][-SAMPLES:]
         return True
 

