@@ -73,7 +73,8 @@ class Metrics:
     @property
     def tokens_per_s(self) -> np.ndarray:
         """Tokens per second of each step, over all devices."""
-        return self["tokens"] / self["step_time_s"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return self["tokens"] / self["step_time_s"]
 
     @property
     def total_tokens(self) -> np.ndarray:
@@ -112,7 +113,10 @@ class Metrics:
         return values
 
     def summary(self) -> dict[str, Any]:
-        """Returns the last step in plain numbers, speeds as the median of the last 20 steps."""
+        """Returns the last step in plain numbers, speeds as the median of the last 20 steps.
+
+        A loss or gradient norm that was not finite stays what it was; None is what was never recorded, or is not known.
+        """
         if not len(self):
             return {"step": 0}
         mfu, recent = self.mfu(), slice(-20, None)
@@ -120,12 +124,18 @@ class Metrics:
             "step": int(self["step"][-1]),
             "tokens": int(self.total_tokens[-1]),
             "loss": float(self["loss"][-1]),
-            "grad_norm": float(self["grad_norm"][-1]),
-            "step_time_s": float(np.median(self["step_time_s"][recent])),
-            "tokens_per_s": float(np.median(self.tokens_per_s[recent])),
-            "mfu": None if mfu is None else float(np.nanmedian(mfu[recent])),
+            "grad_norm": None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1]),
+            "step_time_s": median(self["step_time_s"][recent]),
+            "tokens_per_s": median(self.tokens_per_s[recent]),
+            "mfu": None if mfu is None else median(mfu[recent]),
             "attempt": int(self["attempt"][-1]),
         }
+
+
+def median(values: np.ndarray) -> float | None:
+    """Returns the median of the finite values, None where there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else None
 
 
 def _supersede(rows: list[tuple[int, int, dict]]) -> list[dict]:

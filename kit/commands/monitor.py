@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.site import Site
-from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, print_record
+from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, print_record, strict_json
 from kit.errors import RunError
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -37,7 +37,7 @@ def runs(
     if compare:
         _compare(table.folder, compare, out, as_json)
     elif as_json:
-        print(json.dumps(table.to_dicts()))
+        print(strict_json(table.to_dicts()))
     elif watch:
         _watch(folder)
     else:
@@ -115,7 +115,7 @@ def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) ->
     file = out or folder / "compare.png"
     figure.savefig(file)
     plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
-    print(json.dumps(plain) if as_json else file)
+    print(strict_json(plain) if as_json else file)
 
 
 def _watch(folder: Path, refresh_s: float = 2.0) -> None:

@@ -1,6 +1,7 @@
 """What commands share: their common options, settings by dotted key, and the console."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +32,21 @@ def parse_settings(
         except json.JSONDecodeError:
             changes[record][field] = value
     return changes
+
+
+def strict_json(value: Any) -> str:
+    """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks, become their names."""
+
+    def named(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: named(inner) for key, inner in part.items()}
+        if isinstance(part, list | tuple):
+            return [named(inner) for inner in part]
+        if isinstance(part, float) and not math.isfinite(part):
+            return "NaN" if math.isnan(part) else "Infinity" if part > 0 else "-Infinity"
+        return part
+
+    return json.dumps(named(value), allow_nan=False)
 
 
 def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """Commands on runs: launch, resume, status, watch, logs, stop, checkpoint, figure."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import typer
 from cluster.render import render
 from cluster.site import Site
 from kit import launcher
-from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings
+from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, strict_json
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -75,7 +74,7 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
     opened = Run.open(run)
     if as_json:
-        print(json.dumps(status_row(opened)))
+        print(strict_json(status_row(opened)))
     else:
         console().print(status_table(opened))
 
@@ -133,4 +132,4 @@ def figure(
     drawn, table = run_figure(opened)
     file = out or opened.directory / "figure.png"
     drawn.savefig(file)
-    print(json.dumps({name: column.tolist() for name, column in table.items()}) if as_json else file)
+    print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)

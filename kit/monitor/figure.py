@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.metrics import Metrics
+from kit.metrics import Metrics, median
 from kit.plan import Plan
 from kit.run import Run
 
@@ -41,10 +41,15 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
 
 
 def smooth(values: np.ndarray, steps: int = EMA_STEPS) -> np.ndarray:
-    """Returns the exponential moving average of `values` with a window of about `steps`, right from the first value."""
+    """Returns the exponential moving average of `values` with a window of about `steps`, right from the first value.
+
+    What is not finite is left out of the average and is a gap, NaN, in the result.
+    """
     decay, total, weight = 1 - 1 / steps, 0.0, 0.0
-    result = np.empty_like(values)
+    result = np.full_like(values, np.nan)
     for i, value in enumerate(values):
+        if not math.isfinite(value):
+            continue
         total, weight = decay * total + value, decay * weight + 1
         result[i] = total / weight
     return result
@@ -61,8 +66,13 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
     axis.set_title("Loss, nats per token")
-    axis.plot(table["step"], table["loss"], color=BLUE, alpha=0.3, linewidth=0.8)
+    finite = np.isfinite(table["loss"])
+    axis.plot(table["step"], np.where(finite, table["loss"], np.nan), color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training (average of ~{EMA_STEPS} steps)")
+    if not finite.all():
+        lost, top = table["step"][~finite], axis.get_xaxis_transform()  # at the top: there is no height to put it at
+        style = {"color": VERMILION, "marker": "x", "linestyle": "none", "clip_on": False, "transform": top}
+        axis.plot(lost, np.ones(len(lost)), label=f"not finite ({len(lost):,})", **style)
     held_out = ~np.isnan(table["validation_loss"])
     if held_out.any():
         axis.plot(
@@ -91,12 +101,16 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
     plans = run.plans()
-    axis.plot(table["step"], scale * table[name], ".", color=GREEN, alpha=0.35, markersize=3)
+    values = scale * np.where(np.isfinite(table[name]), table[name], np.nan)
+    axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
-        median = scale * float(np.median(table[name][here]))
-        axis.plot(table["step"][here][[0, -1]], [median, median], color=GREEN)
-        text = f"{median:.1f} %" if name == "mfu" else f"{median:,.0f}"
+        known = median(table[name][here])
+        if known is None:
+            continue
+        level = scale * known
+        axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
+        text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
         axis.annotate(
             f"{text}\n{_layout(plans[attempt])}" if attempt in plans else text,
             (table["step"][here].mean(), 0.98),
@@ -108,11 +122,11 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
         )
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
-        top = np.nanmax(scale * table[name], initial=1)
+        top = np.nanmax(values, initial=1)
         axis.set_ylim(0, 10 * math.ceil(1.25 * top / 10))
     else:
         axis.set_title("Tokens/s (no MFU: peak unknown)")
-        axis.set_ylim(0, 1.25 * np.nanmax(table[name], initial=1))
+        axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))
 
 
 def _layout(plan: Plan) -> str:

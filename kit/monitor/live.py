@@ -6,6 +6,7 @@ It needs no front-end extension, and a saved notebook shows its last state.
 import asyncio
 import base64
 import html
+import math
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ ICONS = {JobState.RUNNING: "▶", JobState.DONE: "✔", JobState.FAILED: "✖", 
 MUTED = "color:var(--jp-ui-font-color2,gray)"
 BORDER = "1px solid var(--jp-border-color2,#8884)"
 BLUE = "#1F83C6"  # a contrast above 3 on white and on dark grey
+RED = "#E0433B"  # so has this
 WIDTH, HEIGHT = 640, 150
 
 
@@ -99,8 +101,9 @@ def _curve(metrics: Metrics, num_steps: int, baselines: dict[str, float]) -> str
     """Returns the training loss, raw and averaged, over the whole planned length of the run, as SVG."""
     if not len(metrics):
         return f"<div style='height:{HEIGHT}px;{MUTED};padding-top:12px'>Waiting for the first step.</div>"
-    levels = [*metrics["loss"], *baselines.values()]
-    low, high = np.nanmin(levels), np.nanmax(levels)
+    levels = np.array([*metrics["loss"], *baselines.values()])
+    levels = levels[np.isfinite(levels)] if np.isfinite(levels).any() else np.zeros(1)
+    low, high = levels.min(), levels.max()
     left, bottom = 44, HEIGHT - 18
     x = left + (WIDTH - left - 8) * metrics["step"] / num_steps
     scale = (bottom - 12) / max(high - low, 1e-9)
@@ -111,8 +114,13 @@ def _curve(metrics: Metrics, num_steps: int, baselines: dict[str, float]) -> str
         for name, loss in baselines.items()
     )
     lines = "".join(
-        f"<polyline fill='none' stroke='{BLUE}' {style} points='{_points(x, bottom - scale * (loss - low))}'/>"
+        f"<polyline fill='none' stroke='{BLUE}' {style} points='{points}'/>"
         for loss, style in ((metrics["loss"], "opacity='0.35'"), (smooth(metrics["loss"]), "stroke-width='2'"))
+        for points in _stretches(x, bottom - scale * (loss - low))
+    )
+    lost = ~np.isfinite(metrics["loss"])
+    marks = "".join(
+        f"<line class='lost' x1='{at:.1f}' x2='{at:.1f}' y1='4' y2='{bottom}' stroke='{RED}'/>" for at in x[lost]
     )
     labels = (
         _label(left - 6, 16, f"{high:.2f}", "end")
@@ -122,16 +130,25 @@ def _curve(metrics: Metrics, num_steps: int, baselines: dict[str, float]) -> str
     )
     svg = (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}' "
-        f"font-family='system-ui,sans-serif' font-size='11'>{dashed}{lines}{labels}</svg>"
+        f"font-family='system-ui,sans-serif' font-size='11'>{dashed}{marks}{lines}{labels}</svg>"
     )
     # As an image: JupyterLab strips drawings, though not images, from pages that the reader did not execute.
     source = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-    alt = f"training loss from {metrics['loss'][0]:.2f} to {metrics['loss'][-1]:.2f} in {len(metrics)} steps"
-    return f"<img alt='{alt}' src='{source}' style='width:100%;margin-top:8px'>"
+    first, last = (_show(float(metrics["loss"][row]), ".2f") for row in (0, -1))
+    alt = f"training loss from {first} to {last} in {len(metrics)} steps"
+    note = f"<div style='color:{RED}'>✖ {lost.sum():,} losses were not finite (red lines).</div>" if lost.any() else ""
+    return f"<img alt='{alt}' src='{source}' style='width:100%;margin-top:8px'>{note}"
 
 
-def _points(x: np.ndarray, y: np.ndarray) -> str:
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if np.isfinite(b))
+def _stretches(x: np.ndarray, y: np.ndarray) -> list[str]:
+    """Returns the points of each stretch of finite heights, so that a line breaks where a value was lost."""
+    finite = np.isfinite(y)
+    edges = np.flatnonzero(np.diff(finite)) + 1
+    return [
+        " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(xs, ys, strict=True))
+        for xs, ys in zip(np.split(x, edges), np.split(y, edges), strict=True)
+        if np.isfinite(ys[0])
+    ]
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
@@ -145,4 +162,6 @@ def _last_words(run: Run, state: JobState) -> str:
 
 
 def _show(value: Any, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
+    if value is None:
+        return "–"
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "not finite"

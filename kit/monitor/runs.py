@@ -15,6 +15,7 @@ import numpy as np
 from cluster.record import ConfigError
 from cluster.state import JobError
 from kit.errors import RunError
+from kit.metrics import median
 from kit.monitor.figure import smooth
 from kit.monitor.sinks import parse_row, rows_to_metrics
 from kit.run import Run
@@ -122,8 +123,8 @@ def live_row(run: Run) -> dict[str, Any]:
         **row,
         "step": last["step"],
         "loss": float(metrics["loss"][-1]),
-        "tokens_per_s": _median(metrics.tokens_per_s),
-        "mfu": None if mfu is None else _median(mfu),
+        "tokens_per_s": median(metrics.tokens_per_s),
+        "mfu": None if mfu is None else median(mfu),
         "attempt": last["attempt"],
     }
 
@@ -158,7 +159,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         right.set_title("MFU, % of peak" if speed == "mfu" else "Tokens/s (no MFU: a peak is unknown)")
         for i, (label, columns) in enumerate(table.items()):
             style = {"color": COLOURS[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
-            left.plot(columns["step"], _smooth_known(columns["loss"]), label=label, **style)
+            left.plot(columns["step"], smooth(columns["loss"]), label=label, **style)
             right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):
@@ -226,15 +227,3 @@ def _labels(runs: list[Run]) -> list[str]:
         raise RunError(f"a run cannot be compared with itself: {', '.join(sorted(paths))}. Name each run once.")
     root = os.path.commonpath(paths)
     return [os.path.relpath(path, root) for path in paths]
-
-
-def _smooth_known(values: np.ndarray) -> np.ndarray:
-    """Returns the smoothed values, with a gap where a value is not finite instead of nothing from there on."""
-    smoothed, finite = np.full_like(values, np.nan), np.isfinite(values)
-    smoothed[finite] = smooth(values[finite])
-    return smoothed
-
-
-def _median(values: np.ndarray) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if finite.size else None

@@ -1,5 +1,6 @@
 """A run in text: one status row, and a view that refreshes in the terminal."""
 
+import math
 import time
 from typing import Any
 
@@ -29,14 +30,15 @@ def status_row(run: Run) -> dict[str, Any]:
     """Returns what is known of a run now, as plain values: state, reason, step, loss, speed, MFU, time left."""
     status, summary = run.job.status(), run.metrics().summary()
     left = run.recipe.num_steps - summary["step"]
-    running = not status.state.is_final and "step_time_s" in summary
+    step_time_s = summary.get("step_time_s")
+    running = not status.state.is_final and step_time_s is not None
     return {
         "run": run.name,
         "state": str(status.state),
         "reason": status.reason,
         **summary,
         "num_steps": run.recipe.num_steps,
-        "eta_s": left * summary["step_time_s"] if running else None,
+        "eta_s": left * step_time_s if running else None,
         "checkpoints": run.checkpoints.steps(),
     }
 
@@ -84,15 +86,18 @@ def _last_validation(metrics: Any) -> float | None:
 
 
 def _show(value: Any, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+    if value is None:
+        return "-"
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "not finite"
 
 
 def _sparkline(values: np.ndarray, width: int = 60) -> str:
-    """Returns the values as a line of block characters, each the mean of its share."""
+    """Returns the values as a line of block characters, each the mean of its share; `?` where one is not finite."""
     if not len(values):
         return ""
     means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
-    low, high = np.nanmin(means), np.nanmax(means)
-    levels = (means - low) / (high - low) if high > low else np.zeros_like(means)
+    finite = means[np.isfinite(means)]
+    low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
+    levels = (means - low) / (high - low) if high > low else np.where(np.isfinite(means), 0.0, np.nan)
     bars = "".join(BARS[round(level * (len(BARS) - 1))] if np.isfinite(level) else "?" for level in levels)
-    return f"loss {high:.2f} {bars} {means[-1]:.2f}"
+    return f"loss {_show(high, '.2f')} {bars} {_show(means[-1], '.2f')}"

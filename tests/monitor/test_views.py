@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import cluster
 from cluster.job import JobSpec
 from cluster.site import Site
-from kit.monitor import run_figure
+from kit.commands.options import strict_json
+from kit.monitor import run_figure, status_table
+from kit.monitor.figure import smooth
 from kit.monitor.live import view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
@@ -78,3 +81,60 @@ def test_figure_and_its_table(run: Run) -> None:
     labels = [text.get_text() for text in speed.texts]
     assert any("1 device" in label for label in labels) and any("DP2" in label for label in labels)
     assert speed.get_title(loc="left") == "MFU, % of peak (fp32)"
+
+
+def _spoil(run: Run, values: dict[int, dict[str, float]]) -> None:
+    """Replaces values of recorded steps."""
+    file = run.directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | values.get(row["step"], {})) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_average_skips_what_is_not_finite_and_goes_on(bad: float) -> None:
+    values = np.array([4.0, bad, 2.0, 2.0, bad])
+    result = smooth(values)
+    assert np.isnan(result[[1, 4]]).all(), "the gap stays visible"
+    assert result[[0, 2, 3]] == pytest.approx(smooth(values[[0, 2, 3]]))
+    assert not np.isfinite(smooth(np.array([bad, bad]))).any()
+
+
+def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None:
+    _spoil(run, {10: {"loss": float("nan")}, 11: {"loss": float("inf")}, 30: {"step_time_s": float("nan")}})
+    figure, table = run_figure(run)
+    assert np.isfinite(table["loss_ema"]).sum() == 38 and np.isfinite(table["loss_ema"][-1])
+    loss, speed = figure.axes
+    marks = next(line for line in loss.get_lines() if "not finite" in str(line.get_label()))
+    assert np.asarray(marks.get_xdata()).tolist() == [10, 11]
+    assert not any("nan" in text.get_text() for text in speed.texts)
+    figure.canvas.draw()
+
+
+def test_html_view_breaks_the_line_at_a_lost_step(run: Run) -> None:
+    _spoil(run, {10: {"loss": float("nan")}, 40: {"loss": float("inf")}})
+    source = re.search(r"src='data:image/svg\+xml;base64,([^']+)'", page := view_html(run))
+    assert source and "not finite" in page
+    tree = xml.etree.ElementTree.fromstring(base64.b64decode(source[1]).decode())
+    curves = [element.get("points", "").split() for element in tree.iter() if element.tag.endswith("polyline")]
+    assert [len(points) for points in curves] == [9, 29, 9, 29]
+    assert [element.get("x1") for element in tree.iter() if element.get("class") == "lost"][0] is not None
+
+
+def test_text_says_not_finite_and_still_knows_the_time_left(run: Run) -> None:
+    lost = {"loss": float("inf"), "grad_norm": float("nan"), "step_time_s": float("nan")}
+    _spoil(run, {40: lost, 39: {"tokens": 0}})
+    row = status_row(run)
+    assert row["step_time_s"] == pytest.approx(0.5) and row["tokens_per_s"] == pytest.approx(4096)
+    console = Console(width=100, file=(Path(run.directory) / "screen").open("w+"), legacy_windows=False)
+    console.print(status_table(run))
+    console.file.seek(0)
+    words = " ".join(console.file.read().split())
+    assert "loss not finite" in words and "grad norm not finite" in words and "nan" not in words
+    assert "?" in words, "a lost step is seen in the line of bars"
+    console.file.close()
+    assert json.loads(strict_json(row), parse_constant=pytest.fail)["loss"] == "Infinity"
+
+
+def test_a_series_that_was_never_recorded_is_no_alarm(run: Run) -> None:
+    _spoil(run, {step: {"grad_norm": None} for step in range(41)})  # type: ignore[dict-item]
+    assert status_row(run)["grad_norm"] is None
