@@ -155,8 +155,9 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
 
 def _begin(run_dir: Path, state: RunState) -> int:
     attempt = last_attempt(run_dir) + 1
-    for request in (run_dir / "control").glob("request_*"):
-        request.unlink(missing_ok=True)
+    (run_dir / "control").mkdir(exist_ok=True)  # so that `touch RUN/control/request_stop` works from the start
+    for left_over in (run_dir / "control").iterdir():
+        left_over.unlink(missing_ok=True)
     begun = state.replace(attempt=attempt)
     begun.write(run_dir / "state.json")
     record_event(run_dir, begun)

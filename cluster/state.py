@@ -4,6 +4,7 @@
     exit.json                 how an attempt ended: return code, reason, first failing rank and its last words
     ranks/rank_00003.json     heartbeat of one rank
     control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
+    control/taken_stop        when the trainer of this attempt took its last request (also taken_checkpoint)
     logs/attempt_01_rank_00000.log
     history.jsonl             one line per change of state, append only
 
@@ -129,6 +130,15 @@ class RankHeartbeat(Record):
     host: str | None = field_doc("where the rank runs", default=None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakenRequest(Record):
+    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the trainer has taken."""
+
+    asked_at: float = field_doc("unix time of the request")
+    taken_at: float = field_doc("unix time at which the trainer read it")
+    step: int | None = field_doc("optimizer step after which it acts on it", default=None)
+
+
 def read_state(run_dir: Path) -> RunState | None:
     """Returns what state.json says, or None when it is missing or damaged."""
     return _read(RunState, run_dir / "state.json")
@@ -241,12 +251,25 @@ def asked_at(run_dir: Path, request: Request) -> float | None:
         return changed
 
 
-def take_request(run_dir: Path, request: Request) -> bool:
-    """Returns whether a request was waiting, and removes it. For rank 0, which tells the other ranks."""
-    if asked_at(run_dir, request) is None:
+def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
+    """Returns whether a request was waiting, and removes it, leaving a note. For rank 0, which tells the other ranks.
+
+    Args:
+        run_dir: the run directory.
+        request: which.
+        step: the optimizer step after which it is acted on.
+    """
+    when = asked_at(run_dir, request)
+    if when is None:
         return False
+    TakenRequest(asked_at=when, taken_at=time.time(), step=step).write(run_dir / "control" / f"taken_{request}")
     (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
     return True
+
+
+def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
+    """Returns when the trainer of this attempt last took such a request, or None."""
+    return _read(TakenRequest, run_dir / "control" / f"taken_{request}")
 
 
 @contextlib.contextmanager

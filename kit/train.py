@@ -123,8 +123,8 @@ class Trainer:
         """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary."""
         asked = torch.zeros(2, device=self.device)
         if self.rank == 0:
-            asked[0] = take_request(self.run.directory, "stop")
-            asked[1] = take_request(self.run.directory, "checkpoint")
+            asked[0] = take_request(self.run.directory, "stop", step=self.step)
+            asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
         dist.broadcast(asked, src=0)
         return bool(asked[0]), bool(asked[1])
 

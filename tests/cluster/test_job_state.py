@@ -30,6 +30,7 @@ from cluster.state import (
     read_history,
     read_rank_heartbeats,
     read_state,
+    read_taken,
     take_request,
     update_state,
     write_exit,
@@ -248,7 +249,9 @@ def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
     assert take_request(tmp_path, "checkpoint") and not take_request(tmp_path, "checkpoint")
     (tmp_path / "control" / "request_stop").touch()
     assert asked_at(tmp_path, "stop") == pytest.approx(time.time(), abs=5)
-    assert take_request(tmp_path, "stop")
+    assert take_request(tmp_path, "stop", step=7)
+    taken = read_taken(tmp_path, "stop")
+    assert taken and taken.step == 7 and 0 <= taken.taken_at - taken.asked_at < 5
 
 
 def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
