@@ -9,7 +9,7 @@ import time
 from typing import Any, Literal, get_args
 
 from cluster.job import JobStatus
-from cluster.state import JobError, asked_at
+from cluster.state import JobError, asked_at, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 
@@ -19,12 +19,13 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 @dataclasses.dataclass
 class Progress:
-    """One request: unix times, and how it went."""
+    """One request: unix times, the step after which the trainer acts on it, and how it went."""
 
     asked_at: float
     attempt: int
     checkpoint: int | None
     taken_at: float | None = None
+    step: int | None = None
     done_at: float | None = None
     note: str = ""
 
@@ -59,14 +60,15 @@ class Actions:
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
         """Returns by name what was asked, also by others through the run directory, and what became of it."""
         for name in ("checkpoint", "stop"):
-            waiting = asked_at(self.run.directory, name)
+            waiting, taken = asked_at(self.run.directory, name), read_taken(self.run.directory, name)
             known = self._progress.get(name)
             if waiting is not None and (known is None or known.done_at):
                 self._progress[name] = self._new(status, waiting)
-            elif (
-                waiting is None and known and not known.taken_at and not known.note and time.time() > known.asked_at + 1
-            ):
-                known.taken_at = time.time()
+            elif taken and (known is None or taken.taken_at > max(known.asked_at, known.done_at or 0.0)):
+                # Taken between two looks, or before this viewer came: the trainer's note knows.
+                if known is None or known.done_at:
+                    known = self._progress[name] = self._new(status, taken.asked_at)
+                known.taken_at, known.step = taken.taken_at, taken.step
         for name, progress in self._progress.items():
             if progress.done_at is None and (note := self._outcome(name, progress, status)):
                 progress.done_at, progress.note = time.time(), note
@@ -91,9 +93,10 @@ class Actions:
         """Returns how an action has ended, or None while it goes on."""
         if name == "resume":
             return f"attempt {status.attempt} started" if status.attempt > progress.attempt else None
-        newest = max(self.run.checkpoints.steps(), default=None)
-        if name == "checkpoint" and newest is not None and newest > (progress.checkpoint or -1):
-            return f"saved at step {newest:,}"
+        newest = max(self.run.checkpoints.steps(), default=-1)
+        due = progress.step if progress.step is not None else (progress.checkpoint or -1) + 1
+        if name == "checkpoint" and newest >= due:
+            return f"saved at step {due if progress.step is not None else newest:,}"
         if status.state.is_final or status.attempt > progress.attempt:
             return "the job has ended" if name != "checkpoint" else "the job ended first"
         return None

@@ -1,0 +1,58 @@
+"""Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at that moment."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.state import JobState, ask, take_request
+from kit.monitor.actions import Actions
+from kit.run import Run
+from tests.monitor.recorded import recorded_run, say
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return recorded_run(tmp_path / "run", steps=120)
+
+
+def _checkpoint(run: Run, step: int) -> None:
+    folder = run.checkpoints.path(step)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> None:
+    first = Actions(run)
+    assert not first.report(run.job.status())
+    (run.directory / "control").mkdir(exist_ok=True)
+    (run.directory / "control" / "request_checkpoint").touch()  # from a login node
+    assert take_request(run.directory, "checkpoint", step=120)
+    for viewer in (first, Actions(run)):
+        told = viewer.report(run.job.status())["checkpoint"]
+        assert told["asked_at"] == pytest.approx(time.time(), abs=5) and told["taken_at"] and not told["done_at"]
+    _checkpoint(run, 120)
+    told = first.report(run.job.status())["checkpoint"]
+    assert told["done_at"] and told["note"] == "saved at step 120"
+
+
+def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
+    viewer = Actions(run)
+    ask(run.directory, "checkpoint")
+    viewer.report(run.job.status())
+    take_request(run.directory, "checkpoint", step=120)
+    _checkpoint(run, 100)  # the regular one, finished a moment later
+    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None
+    _checkpoint(run, 120)
+    assert viewer.report(run.job.status())["checkpoint"]["note"] == "saved at step 120"
+    ask(run.directory, "checkpoint")
+    assert viewer.report(run.job.status())["checkpoint"]["done_at"] is None, "a second request is a new one"
+
+
+def test_a_stop_is_done_when_the_job_has_ended(run: Run) -> None:
+    viewer = Actions(run)
+    ask(run.directory, "stop")
+    take_request(run.directory, "stop", step=120)
+    assert viewer.report(run.job.status())["stop"]["done_at"] is None
+    say(run, JobState.DONE, step=120)
+    assert viewer.report(run.job.status().replace(state=JobState.DONE))["stop"]["note"] == "the job has ended"
