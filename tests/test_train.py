@@ -124,6 +124,19 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, tmp
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
+def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, tmp_path):
+    """A validation gathers the weights; what is saved right after it must still be the optimizer's parameters."""
+    recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
+    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=30))
+    run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
+    assert_done(run)
+    kit.resume(run.directory, num_steps=30)
+    assert_done(run)
+    assert_done(straight)
+    assert run.metrics()["attempt"].tolist() == [1] * 20 + [2] * 10
+    assert run.metrics()["loss"].tolist() == straight.metrics()["loss"].tolist()
+
+
 def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp_path):
     run = kit.launch(tmp_path / "stopped", spec=spec, plan=DP2, recipe=recipe)
     while run.metrics().summary()["step"] < 5:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from kit.parallel.apply import build_decoders
-from kit.parallel.data import prepare_backward
+from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.parallel.pipeline import build_schedule, forward_only
@@ -93,6 +93,8 @@ class NativeEngine:
                 logits_BTV = self._logits(x_BT)
                 if logits_BTV is not None:
                     loss += cross_entropy(logits_BTV, y_BT, self.tensor_mesh)
+        for decoder in self.decoders:
+            drop_gathered(decoder)
         return self._mean_over_replicas(loss / self.plan.num_microbatches)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -103,6 +105,7 @@ class NativeEngine:
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
             state[f"model.{name}"] = parameter.detach()
+            assert not self.optimizer.state or parameter in self.optimizer.state, f"{name} is not the optimizer's"
             for moment in ("exp_avg", "exp_avg_sq"):
                 if parameter in self.optimizer.state:
                     state[f"adamw.{moment}.{name}"] = self.optimizer.state[parameter][moment]

@@ -40,3 +40,14 @@ def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> N
         decoder.set_requires_gradient_sync(last_microbatch or plan.zero_stage >= 2)
         decoder.set_is_last_backward(last_microbatch)
         decoder.set_reshard_after_backward(last_microbatch or plan.zero_stage == 3)
+
+
+def drop_gathered(decoder: Module) -> None:
+    """Gives a sharded decoder its shards back after a forward pass without a backward pass.
+
+    Below ZeRO 3 that leaves gathered weights in place of the parameters that the optimizer knows, so that a checkpoint
+    taken then would find no moments for any of them.
+    """
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
