@@ -1,6 +1,7 @@
 """The views of a run: text, HTML below a cell, and the static figure."""
 
 import base64
+import io
 import json
 import re
 import xml.etree.ElementTree
@@ -125,13 +126,11 @@ def test_text_says_not_finite_and_still_knows_the_time_left(run: Run) -> None:
     _spoil(run, {40: lost, 39: {"tokens": 0}})
     row = status_row(run)
     assert row["step_time_s"] == pytest.approx(0.5) and row["tokens_per_s"] == pytest.approx(4096)
-    console = Console(width=100, file=(Path(run.directory) / "screen").open("w+"), legacy_windows=False)
-    console.print(status_table(run))
-    console.file.seek(0)
-    words = " ".join(console.file.read().split())
+    screen = io.StringIO()
+    Console(width=100, file=screen).print(status_table(run))
+    words = " ".join(screen.getvalue().split())
     assert "loss not finite" in words and "grad norm not finite" in words and "nan" not in words
     assert "?" in words, "a lost step is seen in the line of bars"
-    console.file.close()
     assert json.loads(strict_json(row), parse_constant=pytest.fail)["loss"] == "Infinity"
 
 
