@@ -35,12 +35,14 @@ class Contestant:
     """A dashboard: the cell that shows it, and how the page tells what it has drawn.
 
     Attributes:
+        imports: what the cell needs; not timed.
         last: script that returns the last step drawn, null before there is any.
         detail: script that returns something which changes when the kernel's answer to a zoom is drawn.
         surface: selector of the area to drag over.
     """
 
     name: str
+    imports: str
     cell: str
     last: str
     detail: str
@@ -49,7 +51,8 @@ class Contestant:
 
 KIT = Contestant(
     name="kit",
-    cell="from kit.monitor import Monitor\nview = Monitor(run)\nview",
+    imports="import matplotlib.figure\nfrom kit.monitor import Monitor",
+    cell="view = Monitor(run)\nview",
     last="""() => { const label = document.querySelector('.kit-plot')?.getAttribute('aria-label');
       const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",
     detail="() => document.querySelector('.kit-monitor').dataset.draws",
@@ -57,7 +60,8 @@ KIT = Contestant(
 )
 PLOTLY = Contestant(
     name="plotly",
-    cell="from kit.bench.plotly_dashboard import PlotlyDashboard\nview = PlotlyDashboard(run)\nview.widget",
+    imports="import plotly.graph_objects, plotly.subplots\nfrom kit.bench.plotly_dashboard import PlotlyDashboard",
+    cell="view = PlotlyDashboard(run)\nview.widget",
     last="() => document.querySelector('.js-plotly-plot')?._fullData?.[2]?.x?.at?.(-1) ?? null",
     detail="() => document.querySelector('.js-plotly-plot')._fullData[2].x[0]",
     surface=".js-plotly-plot .nsewdrag",
@@ -127,13 +131,9 @@ class _Window:
 
     def show(self, contestant: Contestant) -> tuple[lab.Page, float, float]:
         """Returns the page, and the seconds until something and until everything was drawn."""
-        opened = f"import kit, numpy, matplotlib.figure, anywidget\nrun = kit.Run.open({str(self.run.directory)!r})"
-        page = lab.Page(
-            self.browser,
-            self.address,
-            self.folder / f"{contestant.name}.ipynb",
-            [f"{opened}\nfrom kit.monitor import Monitor", contestant.cell, STATE_SIZE],
-        )
+        opened = f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(self.run.directory)!r})"
+        file = self.folder / f"{contestant.name}.ipynb"
+        page = lab.Page(self.browser, self.address, file, [opened, contestant.cell, STATE_SIZE])
         page.run_cell(0)
         first, whole = page.evaluate(FIRST_PAINT, [1, self.step, contestant.last])
         return page, first, whole
@@ -199,7 +199,8 @@ def _side_by_side(kit: Live, plotly: Live) -> list[Row]:
         ("its widget state, where that is saved too", "KB", float("inf"), lambda live: live.state_bytes / 1e3),
     ]
     notes = {"a new step on the screen, p50 at 4 Hz": [_p95(live.latencies_s) for live in (kit, plotly)],
-             "zoom answered": [_range(live.zooms_s) for live in (kit, plotly)]}  # fmt: skip
+             "zoom answered": [_range(live.zooms_s) for live in (kit, plotly)],
+             "saved notebook": ["with its last picture", "without a picture"]}  # fmt: skip
     rows = []
     for name, unit, limit, value in plans:
         ours, theirs, (note, other) = value(kit), value(plotly), notes.get(name, ("", ""))
