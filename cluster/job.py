@@ -33,6 +33,7 @@ from cluster.status import JobStatus as JobStatus
 from cluster.status import read_status as read_status
 from cluster.status import why_unknown
 
+CHUNK_BYTES = 2**20
 SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")
 
 
@@ -157,9 +158,10 @@ class Job:
             if file.exists():
                 with file.open("rb") as stream:
                     stream.seek(position)
-                    *lines, line = (line + stream.read()).split(b"\n")
+                    while chunk := stream.read(CHUNK_BYTES):  # a log may be larger than memory
+                        *lines, line = (line + chunk).split(b"\n")
+                        yield from (text.decode(errors="replace") for text in lines)
                     position = stream.tell()
-                yield from (text.decode(errors="replace") for text in lines)
             if status.state.is_final or status.attempt != attempt:
                 if line:
                     yield line.decode(errors="replace")

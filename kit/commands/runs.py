@@ -1,14 +1,19 @@
-"""Commands on runs: launch, resume, status, watch, logs, stop, checkpoint, figure."""
+"""Commands on runs: launch, resume, status, watch, alerts, logs, stop, checkpoint, figure."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
+from cluster.job import Job
 from cluster.render import render
 from cluster.site import Site
 from kit import launcher
 from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, strict_json
+from kit.errors import RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -76,7 +81,7 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(strict_json(status_row(opened)))
     else:
-        console().print(status_table(opened))
+        console().print(status_table(opened, console().width))
 
 
 @app.command()
@@ -105,18 +110,40 @@ def logs(
 @app.command()
 def stop(run: RunArgument, now: Annotated[bool, typer.Option(help="kill it, without a checkpoint")] = False) -> None:
     """Ask a run to checkpoint and stop after its current step, or with --now to end at once."""
-    job = Run.open(run).job
+    job = _living(run, "stop")
     if now:
         job.cancel()
+        console().print(f"Told to end at once, without a checkpoint. Go on later: [bold]kit resume {run}[/]")
     else:
         job.stop()
-    console().print("Killed." if now else "Asked to stop after the current step; a checkpoint is written first.")
+        console().print(f"Asked at {_now()} to stop after the current step; a checkpoint is written first. "
+                        f"Done? [bold]kit watch {run}[/]")  # fmt: skip
 
 
 @app.command()
 def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
-    Run.open(run).job.checkpoint()
+    _living(run, "checkpoint").checkpoint()
+    console().print(f"Asked at {_now()} for a checkpoint after the current step. Done? [bold]kit watch {run}[/]")
+
+
+@app.command()
+def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
+    """List what deserved a look: lost or jumping losses, stalls, falling MFU, slow ranks, full disks, dead jobs."""
+    from kit.monitor.text import COLOURS_OF_LEVELS, recorded_alerts
+
+    found = recorded_alerts(Run.open(run))
+    if as_json:
+        print(strict_json([alert.to_dict() for alert in found]))
+        return
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("time", "kind", "attempt", "step", "message"):
+        table.add_column(name, justify="right" if name in ("attempt", "step") else "left")
+    for alert in found:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(alert.time))
+        cells = (when, alert.kind, str(alert.attempt), f"{alert.step:,}", alert.message)
+        table.add_row(*map(Text, cells), style=COLOURS_OF_LEVELS[alert.level])
+    console().print(table if found else "No alerts.")
 
 
 @app.command()
@@ -133,3 +160,21 @@ def figure(
     file = out or opened.directory / "figure.png"
     drawn.savefig(file)
     print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)
+
+
+def _living(run: Path, what: str) -> Job:
+    """Returns the job of a run.
+
+    Raises:
+        RunError: it has ended, so that nobody would read a request.
+    """
+    job = Run.open(run).job
+    status = job.status()
+    if status.state.is_final:
+        raise RunError(f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). "
+                       f"Go on with `kit resume {run}`.")  # fmt: skip
+    return job
+
+
+def _now() -> str:
+    return time.strftime("%H:%M:%S")

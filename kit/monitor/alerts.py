@@ -52,6 +52,8 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
+        if self.kind == "job":  # an attempt fails once, however often and late it is looked at
+            return self.message.partition(":")[0] == other.message.partition(":")[0]
         if self.kind in ("nan", "spike"):
             return abs(self.step - other.step) <= SAME_WITHIN_STEPS
         return abs(self.time - other.time) <= SAME_WITHIN_S

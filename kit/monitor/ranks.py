@@ -7,7 +7,7 @@ import numpy as np
 
 from cluster.state import read_rank_heartbeats
 
-SAMPLES = 120
+SAMPLES, MIN_SAMPLES = 120, 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,11 @@ class RankTimes:
         """Returns the rank whose fastest sample of the last `over_steps` steps is the slowest; None while unknown."""
         if not self.steps or self.num_ranks < 2 or self.steps[-1] - self.steps[0] < over_steps:
             return None
-        recent = self.relative[:, np.array(self.steps) >= self.steps[-1] - over_steps]
+        # Heartbeats come once a second: of steps that are quicker, one sample alone would be an accident.
+        samples = max(MIN_SAMPLES, int(np.sum(np.array(self.steps) >= self.steps[-1] - over_steps)))
+        if len(self.steps) < samples:
+            return None
+        recent = self.relative[:, -samples:]
         least = np.fmin.reduce(recent, axis=1)
         if not np.isfinite(least).any():
             return None

@@ -173,6 +173,8 @@ def show(column: str, value: Any) -> str:
     """Returns a cell's text."""
     if value is None:
         return "–"
+    if isinstance(value, float) and not np.isfinite(value):
+        return "not finite"
     if column == "loss":
         return f"{value:.4f}"
     if column == "mfu":

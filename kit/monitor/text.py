@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.state import JobState
+from kit.monitor.alerts import ROWS_PER_LOOK, Alert
+from kit.monitor.dashboard import Dashboard
 from kit.run import Run
 
 COLOURS = {
@@ -23,7 +25,9 @@ COLOURS = {
     JobState.FAILED: "red",
     JobState.LOST: "red",
 }
-BARS = "▁▂▃▄▅▆▇█"
+BARS = " ▁▂▃▄▅▆▇█"
+ALERTS_SHOWN = 5
+COLOURS_OF_LEVELS = {"warning": "yellow", "error": "red"}
 
 
 def status_row(run: Run) -> dict[str, Any]:
@@ -43,61 +47,152 @@ def status_row(run: Run) -> dict[str, Any]:
     }
 
 
-def status_table(run: Run) -> Group:
-    """Returns the text view of a run: state with its reason, numbers, and the loss as a line of bars."""
-    row, metrics = status_row(run), run.metrics()
-    colour = COLOURS.get(JobState(row["state"]), "white")
-    title = Text.assemble((run.name, "bold"), "  ", (f"● {row['state']}", colour), "  ", (row["reason"], "dim"))
-    cells = {
-        "step": f"{row['step']:,} / {row['num_steps']:,}",
-        "loss": _show(row.get("loss"), ".4f"),
-        "held out": _show(_last_validation(metrics), ".4f"),
-        "grad norm": _show(row.get("grad_norm"), ".3f"),
-        "s/step": _show(row.get("step_time_s"), ".3f"),
-        "tokens/s": _show(row.get("tokens_per_s"), ",.0f"),
-        "MFU": "peak unknown" if row["step"] and row["mfu"] is None else _show(row.get("mfu"), ".1%"),
-        "attempt": _show(row.get("attempt"), "d"),
-        "left": _show(row["eta_s"], ".0f", " s"),
-        "checkpoints": ", ".join(map(str, row["checkpoints"])) or "none",
-    }
-    table = Table.grid(padding=(0, 2, 0, 0))
-    pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
-    for start in range(0, len(pairs), 6):
-        table.add_row(*pairs[start : start + 6])
-    return Group(title, table, Text(_sparkline(metrics["loss"]), style="blue"))
+def status_table(run: Run, width: int = 80) -> Group:
+    """Returns the text view of a run: state with its reason, numbers, curves, alerts and what was asked of it."""
+    return _looked_at(Dashboard(run), width)
 
 
 def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -> None:
     """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone."""
-    with Live(status_table(run), console=console, auto_refresh=False) as live:
+    console = console or Console(highlight=False)
+    dashboard = Dashboard(run)
+    with Live(_looked_at(dashboard, console.width), console=console, auto_refresh=False) as live:
         try:
-            while not run.job.status().state.is_final:
-                live.update(status_table(run), refresh=True)
+            while not dashboard.status.state.is_final:
                 time.sleep(refresh_s)
+                live.update(_looked_at(dashboard, console.width), refresh=True)
         except KeyboardInterrupt:
             pass
-        live.update(status_table(run), refresh=True)
 
 
-def _last_validation(metrics: Any) -> float | None:
-    values = metrics.columns.get("validation_loss", np.array([]))
-    known = values[~np.isnan(values)]
+def recorded_alerts(run: Run) -> list[Alert]:
+    """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have watched it so far."""
+    dashboard = Dashboard(run)
+    while dashboard.read():
+        pass
+    for _ in range(1 + len(dashboard.columns) // ROWS_PER_LOOK):
+        dashboard.look()
+    return dashboard.watchman.log.alerts
+
+
+def _looked_at(dashboard: Dashboard, width: int) -> Group:
+    while dashboard.read():
+        pass
+    dashboard.look()
+    width = max(40, min(width, 120))
+    facts = dashboard.facts()
+    title = Text.assemble(
+        (facts["name"], "bold"), "  ", (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")), "  ",
+        (facts["reason"], "dim"),
+    )  # fmt: skip
+    parts = [title, _tiles(dashboard, facts, width), *_curves(dashboard, width), *_alerts(dashboard, width)]
+    for name, request in facts["actions"].items():
+        done = f", done {_clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
+        parts.append(Text(f"{name}: asked {_clock(request['asked_at'])}{done}", style="cyan"))
+    if not dashboard.run.directory.is_dir():
+        parts.append(Text(f"{dashboard.run.directory} was removed: this is what was read before", style="red"))
+    elif dashboard.status.state is JobState.FAILED:
+        parts.append(Text("\n".join(dashboard.log().rstrip().splitlines()[-8:]), style="dim"))
+    return Group(*parts)
+
+
+def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
+    """Returns the numbers of the last step, as many in a line as fit."""
+    columns = dashboard.columns
+    mfu, hfu, left = facts.get("mfu"), facts.get("hfu"), facts.get("eta_s")
+    known = np.isfinite(dashboard.curves["mfu"]).any()
+    cells = {
+        "step": f"{facts['step']:,} / {facts['num_steps']:,}",
+        "loss": _last(columns["loss"], ".4f", always=True),
+        "held out": _show(_last_finite(columns["validation_loss"]), ".4f"),
+        "grad norm": _last(columns["grad_norm"], ".3f"),
+        "s/step": _show(facts.get("step_time_s"), ".3g"),
+        "tokens/s": _show(facts.get("tokens_per_s"), ",.0f"),
+        "MFU": "peak unknown" if len(columns) and not known else "impossible" if mfu and mfu > 1 else _show(mfu, ".1%"),
+        "HFU": "-" if mfu and mfu > 1 else _show(hfu, ".1%"),
+        "left": "-" if left is None else _duration(left),
+        "attempt": str(facts["attempt"]),
+        "checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none",
+    }
+    table = Table.grid(padding=(0, 2, 0, 0))
+    in_a_line = 3 if width >= 76 else 2 if width >= 52 else 1
+    pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
+    for start in range(0, len(pairs), 2 * in_a_line):
+        table.add_row(*pairs[start : start + 2 * in_a_line])
+    return table
+
+
+def _curves(dashboard: Dashboard, width: int) -> list[Text]:
+    """Returns the loss as a curve of some lines, and the speed as one line of bars."""
+    if not len(dashboard.columns):
+        return [Text("no step yet", style="dim")]
+    steps, mfu = dashboard.columns["step"], dashboard.curves["mfu"]
+    lines = [Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10)]
+    ends = f"step {int(steps[0]):,}", f"{int(steps[-1]):,}"
+    lines.append(Text(" " * 9 + ends[0] + ends[1].rjust(width - 10 - len(ends[0])), style="dim"))
+    name, values = ("MFU", mfu) if np.isfinite(mfu).any() else ("tok/s", dashboard.curves["tokens_per_s"])
+    shown = ".1%" if name == "MFU" else ",.0f"
+    bars = curve(values, width - 18, height=1)[0][9:]
+    lines.append(Text(f"{name:>8} {bars} {_show(_last_finite(values), shown)}", style="green"))
+    return lines
+
+
+def curve(values: np.ndarray, width: int, height: int = 5) -> list[str]:
+    """Returns a curve as lines of block characters, each column the mean of its share of the values.
+
+    The first and last line begin with the highest and lowest mean, in 8 characters. Where a value is not finite, its
+    column ends in `?`.
+    """
+    shares = np.array_split(values, min(width, len(values)))
+    means = np.array([share.mean() for share in shares])
+    known = np.isfinite(means)
+    if not known.any():
+        return ["not finite ".rjust(9) + "?" * len(means)]
+    low, high = means[known].min(), means[known].max()
+    eighths = np.full(len(means), -1)
+    scale = (8 * height - 1) / (high - low) if high > low else 0.0
+    eighths[known] = 1 + np.round(scale * (means[known] - low)).astype(int)
+    lines = []
+    for line in range(height - 1, -1, -1):
+        label = f"{high:.4g}" if line == height - 1 else f"{low:.4g}" if line == 0 else ""
+        filled = ("?" * (line == 0) or " " if e < 0 else BARS[min(max(e - 8 * line, 0), 8)] for e in eighths)
+        lines.append(f"{label:>8} " + "".join(filled))
+    return lines
+
+
+def _alerts(dashboard: Dashboard, width: int) -> list[Text]:
+    """Returns the newest alerts, each in one line."""
+    lines = []
+    for alert in dashboard.watchman.log.alerts[: -ALERTS_SHOWN - 1 : -1]:
+        mark = "✖" if alert.level == "error" else "⚠"
+        line = Text(f"{mark} {_clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
+        line.stylize(COLOURS_OF_LEVELS[alert.level])
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _last_finite(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
     return float(known[-1]) if known.size else None
 
 
-def _show(value: Any, form: str, unit: str = "") -> str:
+def _last(values: np.ndarray, form: str, *, always: bool = False) -> str:
+    """Returns the last value in words; a series that was never there, unless it is `always`, is not an alarm."""
+    recorded = len(values) and (always or np.isfinite(values).any())
+    return _show(float(values[-1]), form) if recorded else "-"
+
+
+def _show(value: Any, form: str) -> str:
     if value is None:
         return "-"
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "not finite"
+    return f"{value:{form}}" if math.isfinite(value) else "not finite"
 
 
-def _sparkline(values: np.ndarray, width: int = 60) -> str:
-    """Returns the values as a line of block characters, each the mean of its share; `?` where one is not finite."""
-    if not len(values):
-        return ""
-    means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
-    finite = means[np.isfinite(means)]
-    low, high = (finite.min(), finite.max()) if finite.size else (np.nan, np.nan)
-    levels = np.where(np.isfinite(means), (means - low) / (high - low) if high > low else 0.0, np.nan)
-    bars = "".join(BARS[round(level * (len(BARS) - 1))] if np.isfinite(level) else "?" for level in levels)
-    return f"loss {_show(high, '.2f')} {bars} {_show(means[-1], '.2f')}"
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))

@@ -12,7 +12,7 @@ from cluster.job import JobSpec
 from cluster.site import Site
 from cluster.state import JobState, update_state
 from kit.errors import RunError
-from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table
+from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -134,3 +134,7 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
         compare_figure([*runs, runs[0]])
     with pytest.raises(RunError, match="with itself"):
         compare_figure([runs[0], runs[0]])
+
+
+def test_a_lost_loss_is_told_in_words() -> None:
+    assert [show("loss", value) for value in (math.nan, math.inf, None, 2.0)] == ["not finite"] * 2 + ["–", "2.0000"]

@@ -160,6 +160,19 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path: Path) -
     assert logs.search(file, "NEW LINE") == "a new line"
 
 
+def test_a_long_log_is_followed_in_pieces(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    with log_path(run.directory, 1, 0).open("w") as stream:
+        stream.writelines(f"step {step}: {'x' * 200}\n" for step in range(200_000))
+    tracemalloc.start()
+    lines = run.job.follow()
+    assert [next(lines)[:8] for _ in range(3)] == ["step 0: ", "step 1: ", "step 2: "]
+    assert tracemalloc.get_traced_memory()[1] < 10e6, "of 42 MB"
+    tracemalloc.stop()
+    last = next(line for line in lines if line.startswith("step 199999"))
+    assert len(last) == len("step 199999: ") + 200
+
+
 def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     dashboard = Dashboard(run)

@@ -1,0 +1,59 @@
+"""The dashboard's curves once more as a plotly FigureWidget, to compare with: same data, same windows, same rhythm."""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from kit.monitor.dashboard import Dashboard, View
+from kit.run import Run
+
+SHOWN = ("loss", "mfu", "tokens_per_s", "grad_norm")
+TICK_S = 0.25
+
+
+class PlotlyDashboard:
+    """Four panels of band and average; `widget` is shown in a cell. A thread follows the run."""
+
+    def __init__(self, run: Run) -> None:
+        from plotly.graph_objects import FigureWidget, Scatter
+        from plotly.subplots import make_subplots
+
+        self.dashboard, self.view = Dashboard(run), View(width=900)
+        while self.dashboard.read():
+            pass
+        self.widget: Any = FigureWidget(make_subplots(rows=2, cols=2, subplot_titles=SHOWN))
+        for number in range(len(SHOWN)):
+            place = {"row": number // 2 + 1, "col": number % 2 + 1}
+            self.widget.add_trace(Scatter(mode="lines", line_width=0, showlegend=False), **place)
+            self.widget.add_trace(Scatter(mode="lines", line_width=0, fill="tonexty", showlegend=False), **place)
+            self.widget.add_trace(Scatter(mode="lines", showlegend=False), **place)
+        self.widget.update_layout(height=600, template="plotly_white")
+        self.widget.update_xaxes(matches="x")
+        self._draw()
+        self.widget.layout.on_change(self._zoom, "xaxis.range")
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        wait, rows = threading.Event(), len(self.dashboard.columns)
+        while not wait.wait(TICK_S):
+            self.dashboard.read()
+            if len(self.dashboard.columns) != rows:
+                rows = len(self.dashboard.columns)
+                self._draw()
+
+    def _zoom(self, _: Any, shown: Any) -> None:
+        self.view = View(width=900, start=float(shown[0]), end=float(shown[1]))
+        self._draw()
+
+    def _draw(self) -> None:
+        description, window = self.dashboard.frame(self.view)
+        n = description["n"]
+        x = np.frombuffer(window, "<f8", n)
+        rows = np.frombuffer(window, "<f4", offset=8 * n).reshape(-1, n)
+        with self.widget.batch_update():
+            for number, name in enumerate(SHOWN):
+                first = 3 * description["series"].index(name)
+                for offset in range(3):
+                    trace = self.widget.data[3 * number + offset]
+                    trace.x, trace.y = x, rows[first + offset]

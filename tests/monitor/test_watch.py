@@ -1,0 +1,147 @@
+"""The view in a terminal, and the commands that are the dashboard's buttons."""
+
+import io
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import cluster
+from cluster.job import JobSpec
+from cluster.state import ExitReport, JobState, ask, asked_at, take_request, write_exit
+from kit.__main__ import app
+from kit.errors import RunError
+from kit.monitor import status_table, watch
+from kit.monitor.alerts import Alert
+from kit.monitor.text import curve
+from kit.run import Run
+from tests.monitor.recorded import dead_process, recorded_run, say
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return recorded_run(tmp_path / "run", steps=400, second_attempt_at=200)
+
+
+def _screen(run: Run, width: int) -> list[str]:
+    screen = io.StringIO()
+    Console(file=screen, width=width, highlight=False).print(status_table(run, width))
+    return screen.getvalue().splitlines()
+
+
+def _command(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def _lose_a_loss(run: Run, step: int) -> None:
+    file = run.directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[step - 1]["loss"] = float("nan")
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_curve_falls_and_marks_what_is_not_finite() -> None:
+    lines = curve(np.linspace(8, 4, 400), 40, height=4)
+    heights = [sum(line[9 + column] != " " for line in lines) for column in range(40)]
+    assert len(lines) == 4 and heights == sorted(heights, reverse=True) and heights[0] == 4 and heights[-1] == 1
+    assert [line[:9].strip() for line in lines] == ["7.955", "", "", "4.045"]
+    values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
+    assert [line[9 + 20] for line in curve(values, 40, height=4)] == [" ", " ", " ", "?"]
+    assert "?" in curve(np.full(3, np.inf), 40)[0]
+    assert len(curve(np.array([2.0, 2.0]), 40)[0]) == 9 + 2
+
+
+@pytest.mark.parametrize("width", [80, 60, 44, 200])
+def test_fits_the_terminal(run: Run, width: int) -> None:
+    _lose_a_loss(run, 390)
+    ask(run.directory, "checkpoint")
+    lines = _screen(run, width)
+    words = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    for wanted in ("● running", "400 / 1,000", "MFU", "HFU", "?", "nan: loss is not finite", "checkpoint: asked"):
+        assert wanted in words
+    if width == 80:
+        assert len(lines) <= 16, "one look, no scrolling"
+
+
+def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
+    ask(run.directory, "checkpoint")
+    take_request(run.directory, "checkpoint", step=400)
+    folder = run.checkpoints.path(400)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    assert any("checkpoint: asked" in line and "saved at step 400" in line for line in _screen(run, 80))
+
+
+def test_a_speed_above_the_peak_is_not_printed(run: Run) -> None:
+    slip = run.site.with_measured_peak("fp32", run.site.peak_flops_per_s("fp32") / 100, "a slip")
+    slip.write(run.directory / "site.json")
+    words = " ".join(" ".join(_screen(Run.open(run.directory), 80)).split())
+    assert "MFU impossible" in words and "above the peak" in words
+
+
+def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
+    screen = io.StringIO()
+    thread = threading.Thread(target=watch, args=(run,), kwargs={
+        "refresh_s": 0.05, "console": Console(file=screen, width=80, force_terminal=True)})  # fmt: skip
+    thread.start()
+    time.sleep(0.5)
+    assert thread.is_alive(), "as long as the job runs"
+    write_exit(
+        run.directory, ExitReport(attempt=2, rc=3, reason="rank 0 ended with code 3", host="h", time=time.time())
+    )
+    thread.join(20)
+    assert not thread.is_alive()
+    last = screen.getvalue().rpartition("run  ")[2]
+    assert "rank 0 ended with code 3" in last and "step 400 of 1000: all is well" in last, "with the end of its log"
+
+
+def test_watch_outlives_the_directory(run: Run) -> None:
+    screen = io.StringIO()
+    thread = threading.Thread(target=watch, args=(run,), kwargs={
+        "refresh_s": 0.05, "console": Console(file=screen, width=120)})  # fmt: skip
+    thread.start()
+    time.sleep(0.5)
+    shutil.rmtree(run.directory)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "was removed" in screen.getvalue() and "400 / 1,000" in screen.getvalue(), "with what was read before"
+
+
+def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
+    _lose_a_loss(run, 390)
+    say(run, JobState.RUNNING, attempt=2, step=400, process=dead_process())
+    for _ in range(2):
+        found = json.loads(_command("alerts", run.directory, "--json").stdout)
+        assert [(alert["kind"], alert["step"]) for alert in found] == [("nan", 390), ("job", 400)]
+    table = _command("alerts", run.directory).stdout
+    assert "loss is not finite" in table and "job lost" in table
+
+
+def test_a_job_fails_once_however_late_one_looks() -> None:
+    first = Alert(kind="job", level="error", message="job lost: gone", attempt=1, step=4, time=0.0)
+    assert first.is_same(first.replace(time=1e6, message="job lost: gone for 9 days"))
+    assert not first.is_same(first.replace(message="job failed: code 1"))
+    assert not first.is_same(first.replace(attempt=2))
+
+
+def test_buttons_as_commands(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run")
+    job = JobSpec(name="sleeper", run_dir=str(run.directory), argv=("sleep", "60"), num_processes=1, grace_s=2.0)
+    say(run, JobState.DONE, process=dead_process())
+    cluster.local.submit(job)
+    assert "Asked at" in _command("checkpoint", run.directory).stdout and asked_at(run.directory, "checkpoint")
+    assert "Asked at" in _command("stop", run.directory).stdout and asked_at(run.directory, "stop")
+    assert "kit resume" in _command("stop", "--now", run.directory).stdout
+    assert run.job.wait(20).state is JobState.FAILED
+    for command in ("stop", "checkpoint"):
+        with pytest.raises(RunError, match="nothing to .*the job is failed"):
+            _command(command, run.directory)
+    with pytest.raises(RunError, match="is not a run directory"):
+        _command("watch", tmp_path / "nowhere")
