@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
-from kit.evaluate.task_data import BENCHMARKS, Manifest, MirrorFile, file_sha256
+from kit.evaluate.benchmarks import BENCHMARKS
+from kit.evaluate.task_data import Manifest, MirrorFile, file_sha256
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64

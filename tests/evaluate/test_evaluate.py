@@ -142,7 +142,7 @@ def test_the_subset_scores_the_chosen_items(decoder, tokenizer, mirror, score, w
     """Scoring the chosen items as a data set of their own gives the same numbers."""
     import pyarrow.parquet
 
-    from kit.evaluate.task_data import BENCHMARKS
+    from kit.evaluate.benchmarks import BENCHMARKS
 
     rows = pyarrow.parquet.read_table(mirror / BENCHMARKS["arc_easy"].path).to_pylist()
     write_rows(tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3) or []])
@@ -187,7 +187,10 @@ def test_repeated_tasks_are_scored_once(score):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "piqa"}, "tasks: 'piqa' is not allowed. Give a list"),
+        ({"tasks": "piqa"}, r"suite: 'piqa' is unknown. For a single task, give a list: \['piqa'\]"),
+        ({"tasks": "smokey"}, "suite: 'smokey' is unknown. Did you mean 'smoke'"),
+        ({"limmit": 3}, "evaluate: 'limmit' is unknown. Did you mean 'limit'"),
+        ({"untrusted_code": "yes"}, "untrusted_code: 'yes' is not allowed. Give 'refuse', 'isolated' or 'limits'"),
         ({"tasks": ()}, r"tasks: \(\) is not allowed"),
         ({"limit": 0}, "limit: 0 is not allowed"),
     ],
