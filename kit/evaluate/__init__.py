@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -109,8 +110,9 @@ def evaluate(
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
-        tokenizer_sha256=dataset.info.tokenizer_sha256,
+        attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
     )  # fmt: skip
+    start = time.perf_counter()
     model, heldout_file = run.load_model(checkpoint.step), dataset.directory / VALIDATION_TEXT
     for found in _score(
         model,
@@ -121,8 +123,9 @@ def evaluate(
         heldout_file,
         skip=isinstance(tasks, str),
     ):
-        report = _with(report, found)
-        _with(report.replace(scores=(), unscored=()), found).write_merged(file)
+        spent, start = time.perf_counter() - start, time.perf_counter()
+        _with(report.replace(scores=(), unscored=(), seconds=spent), found).write_merged(file)
+        report = _with(report, found).replace(seconds=report.seconds + spent)
     return report
 
 

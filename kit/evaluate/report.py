@@ -81,6 +81,8 @@ class EvalReport(Record):
     step: int | None = field_doc("optimizer step of the checkpoint", default=None)
     checkpoint: str | None = field_doc("its folder in the run directory", default=None)
     tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
+    attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
+    seconds: float = field_doc("what the evaluation cost, loading the model included", default=0.0)
     tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
     scores: tuple[TaskScore, ...] = field_doc("one for each task", default=())
     unscored: tuple[Unscored, ...] = field_doc("what was asked for and could not be scored", default=())
@@ -94,7 +96,7 @@ class EvalReport(Record):
         return _named("The report", "task", task, {score.task: score for score in reversed(self.scores)})
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where task and shots are the same.
+        """Returns this report with the scores of `other`, which win where task and shots are the same; costs add up.
 
         A partial score never takes the place of a complete one.
         """
@@ -106,7 +108,8 @@ class EvalReport(Record):
         done = {(score.task, score.num_fewshot) for score in scores.values()}
         unscored = {(item.task, item.num_fewshot): item for item in (*self.unscored, *other.unscored)}
         left = tuple(item for key, item in unscored.items() if key not in done)
-        return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left)
+        seconds = self.seconds + other.seconds
+        return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left, seconds=seconds)
 
     def write_merged(self, file: Path) -> None:
         """Writes the report; scores of other tasks that `file` already holds are kept.

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.state import JobState
+from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 
 COLOURS = {
@@ -38,6 +39,8 @@ def status_row(run: Run) -> dict[str, Any]:
         "num_steps": run.recipe.num_steps,
         "eta_s": left * summary["step_time_s"] if running else None,
         "checkpoints": run.checkpoints.steps(),
+        "scores": last_scores(run),
+        "eval_s": sum(report.seconds for report in eval_reports(run)),
     }
 
 
@@ -62,7 +65,12 @@ def status_table(run: Run) -> Group:
     pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
     for start in range(0, len(pairs), 6):
         table.add_row(*pairs[start : start + 6])
-    return Group(title, table, Text(_sparkline(metrics["loss"]), style="blue"))
+    scores = (
+        [Text.assemble(("scores  ", "dim"), _scores(row["scores"]), (f"  {row['eval_s']:.0f} s in all", "dim"))]
+        if row["scores"]
+        else []
+    )
+    return Group(title, table, *scores, Text(_sparkline(metrics["loss"]), style="blue"))
 
 
 def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -> None:
@@ -81,6 +89,16 @@ def _last_validation(metrics: Any) -> float | None:
     values = metrics.columns.get("validation_loss", np.array([]))
     known = values[~np.isnan(values)]
     return float(known[-1]) if known.size else None
+
+
+def _scores(scores: dict[str, dict[str, Any]]) -> str:
+    """Returns `piqa 0.61 ± 0.02 at step 200 (partial)` for each task."""
+    words = []
+    for task, last in scores.items():
+        error = "" if last["stderr"] is None else f" ± {last['stderr']:.3f}"
+        partial = " (partial)" if last["partial"] else ""
+        words.append(f"{task} {last['metric']} {last['score']:.3f}{error} at step {last['step']:,}{partial}")
+    return ", ".join(words)
 
 
 def _show(value: Any, form: str, unit: str = "") -> str:
