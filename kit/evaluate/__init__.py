@@ -1,9 +1,9 @@
 """Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out text of the corpus."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kit.errors import CheckpointError, ConfigError
 from kit.evaluate import heldout
@@ -13,6 +13,7 @@ from kit.run import Run
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
+    from kit.model import Decoder
 
 __all__ = [
     "BENCHMARKS",
@@ -92,7 +93,7 @@ def evaluate(
 
 
 def evaluate_model(
-    model: Callable[[Any], Any],
+    model: "Decoder",
     tokenizer: "Tokenizer",
     sequence_length: int,
     tasks: Sequence[str],
@@ -107,10 +108,10 @@ def evaluate_model(
     batch_tokens: int = 4096,
     device: str = "cpu",
 ) -> EvalReport:
-    """Scores any causal decoder.
+    """Scores a decoder.
 
     Args:
-        model: maps tokens_BT (int64) to logits_BTV.
+        model: a whole model.
         tokenizer: the one the model was trained with.
         sequence_length: the longest input of the model, in tokens.
         tasks: names from `BENCHMARKS`, or `heldout`.
