@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +16,7 @@ from kit.run import Run
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
+    from kit.model import Decoder
 
 __all__ = [
     "BENCHMARKS",
@@ -130,7 +131,7 @@ def evaluate(
 
 
 def evaluate_model(
-    model: Callable[[Any], Any],
+    model: "Decoder",
     tokenizer: "Tokenizer",
     sequence_length: int,
     tasks: Sequence[str] | str,
@@ -140,10 +141,10 @@ def evaluate_model(
     device: str = "cpu",
     **options: Any,
 ) -> EvalReport:
-    """Scores any causal decoder.
+    """Scores a decoder.
 
     Args:
-        model: maps tokens_BT (int64) to logits_BTV.
+        model: a whole model.
         tokenizer: the one the model was trained with.
         sequence_length: the longest input of the model, in tokens.
         tasks: names from `BENCHMARKS`, or `heldout`; or the name of a suite.
@@ -198,7 +199,7 @@ def report_file(run: Run, step: int) -> Path:
 
 
 def _score(
-    model: Any,
+    model: "Decoder",
     tokenizer: "Tokenizer",
     sequence_length: int,
     requests: Sequence[TaskRequest],
@@ -216,7 +217,10 @@ def _score(
     from kit.evaluate.code import CodeScorer
     from kit.evaluate.harness import load_task, score_task
 
-    lm = DecoderLM(model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens, device=device)
+    lm = DecoderLM(
+        model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens, device=device,
+        seed=options.seed,
+    )  # fmt: skip
     scorer = None if options.untrusted_code == "refuse" else CodeScorer(options.untrusted_code)
     loaded = []
     for request in requests:

@@ -189,8 +189,6 @@ def score_task(
             lm, loaded.definition, samples=chosen, log_samples=False, confirm_run_unsafe_code=loaded.runs_code
         )
         seconds = time.perf_counter() - start
-    if found is None:  # another rank of a parallel model has the scores
-        raise ConfigError(f"{name}: this process is not rank 0. Score on all ranks, and read the report on rank 0.")
     items = {
         counts: sum(found["n-samples"][leaf][counts] for leaf in documents) for counts in ("effective", "original")
     }

@@ -146,9 +146,8 @@ def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
     assert greedy.task.config.repeats == 1 and greedy.task.config.generation_kwargs["do_sample"] is False
 
 
-def test_a_suite_scores_what_it_can_and_names_the_rest(decoder_lm_parts, full_mirror, no_network):
-    model, tokenizer, length = decoder_lm_parts
-    report = evaluate_model(model, tokenizer, length, "hlat", mirror=full_mirror)
+def test_a_suite_scores_what_it_can_and_names_the_rest(tiny_decoder, tokenizer, full_mirror, no_network):
+    report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", mirror=full_mirror)
     assert {score.task for score in report.scores} >= {"mmlu", "piqa", "arc_easy", "boolq", "openbookqa"}
     left = {(item.task, item.num_fewshot): item.reason for item in report.unscored}
     assert "on the hub only" in left["truthfulqa_mc1", 0]
@@ -157,11 +156,6 @@ def test_a_suite_scores_what_it_can_and_names_the_rest(decoder_lm_parts, full_mi
     assert "no room for a prompt" in left["gsm8k_cot", 8]
     text = report.to_text()
     assert text.count("not scored: ") == len(left) and "truthfulqa_mc2 (0 shots)" in text
-
-
-@pytest.fixture
-def decoder_lm_parts(tokenizer, llama):
-    return lambda tokens_BT: llama(tokens_BT).logits, tokenizer, 64
 
 
 def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
