@@ -47,7 +47,15 @@ def evaluate(
         _follow(Run.open(run), chosen, options, submit, as_json)
         return
     report = evaluation.evaluate(Run.open(run), step, chosen, **options)
-    print(report.to_json() if as_json else report.to_text())
+    if as_json:
+        print(report.to_json())
+        return
+    print(report.to_text())
+    if suite == "hlat":
+        from kit.evaluate.hlat import compare
+
+        for table in ("II", "V"):
+            print(f"\n{compare(report, table).to_text()}")
 
 
 def _data(mirror: Path | None, as_json: bool) -> None:
