@@ -9,7 +9,7 @@ import pytest
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, evaluate
 from kit.evaluate.follow import eval_job, follow_run
-from kit.monitor import eval_curve, run_figure, score_figure, status_row
+from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
@@ -100,7 +100,7 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
     assert piqa.partial.tolist() == [True, False] and piqa.chance == 0.5
     assert np.isnan(bits.chance)
 
-    figure, table = score_figure(run)
+    figure, table = eval_figure(run)
     assert len(figure.axes) == 2 and len(table) == 4
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[-1].items()
     assert len(run_figure(run)[0].axes) == 3

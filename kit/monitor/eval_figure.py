@@ -13,7 +13,7 @@ COLOURS = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#666666")
 MARKERS = ("o", "s", "^", "D", "v")
 
 
-def score_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
+def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it shows.
 
     Accuracies and bits per byte have a panel each. A bar is one standard error up and down; a hollow marker is a score
