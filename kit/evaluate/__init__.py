@@ -231,7 +231,7 @@ def _score(
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            yield Unscored(task=request.task, num_fewshot=request.shots, reason=str(error))
+            yield _unscored(request, error)
     for task in loaded:
         limit = task.request.limit if options.limit is None else options.limit
         try:
@@ -239,7 +239,12 @@ def _score(
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            yield Unscored(task=task.request.task, num_fewshot=task.num_fewshot, reason=str(error))
+            yield _unscored(task.request, error)
+
+
+def _unscored(request: TaskRequest, error: Exception) -> Unscored:
+    reason = str(error).removeprefix(f"{request.task}: ")
+    return Unscored(task=request.task, num_fewshot=request.shots, reason=reason)
 
 
 def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:

@@ -109,6 +109,11 @@ def _official(request: TaskRequest, mirror: Path, download: bool) -> tuple[Any, 
                 raise
             return _loaded(request, mirror, download=True, hub_only=not hub_first)
     except DataError as error:
+        if not known.files:
+            raise DataError(
+                f"{request.task}: {known.note} ({known.repository}). Score it once with download=True (`--download`) "
+                f"where the hub can be reached; its cache on this machine is enough from then on."
+            ) from error
         note = f" ({known.note})" if known.note else ""
         raise DataError(f"{request.task}: {error}{note}") from error
 

@@ -98,8 +98,46 @@ def test_the_index_of_definitions_is_made_once(full_mirror, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
 def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_mirror, no_network):
-    with pytest.raises(DataError, match=rf"{name}: .*neither in the mirror.*on the hub only"):
+    with pytest.raises(DataError, match=rf"{name}: on the hub only.*download=True"):
         load_task(name, mirror=full_mirror)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
+    """A hub that has these data sets, by repository and split, and nothing else."""
+    import datasets
+
+    held: dict[str, dict[str, list[dict]]] = {}
+
+    def load(path: str, name: str | None = None, **_: Any) -> Any:
+        if path not in held:
+            raise FileNotFoundError(path)
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in held[path].items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return held
+
+
+def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(full_mirror, hub):
+    questions = ROWS["nq_open"]
+    hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
+    request = TaskRequest(task="nq_open", shots=5)
+    with pytest.raises(DataError, match="5 shots need as many solved examples, but the pool has 0"):
+        load_task(request, mirror=full_mirror)
+    loaded = load_task(request, mirror=full_mirror, download=True)
+    assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
+    zero = load_task("nq_open", mirror=full_mirror, download=True)
+    assert [source.origin for source in zero.data] == ["mirror"], "the mirror is enough for zero shots"
+
+
+def test_a_part_in_the_mirror_is_second_choice(full_mirror, hub):
+    hub["mandarjoshi/trivia_qa"] = {"train": ROWS["triviaqa"], "validation": 2 * ROWS["triviaqa"]}
+    loaded = load_task("triviaqa", mirror=full_mirror, download=True)
+    score = score_task(canned(lambda *_: "no"), loaded)
+    assert [source.origin for source in score.data] == ["hub"]
+    assert (score.num_items, score.total_items, score.partial) == (6, 6, False)
+    hub.clear()
+    assert load_task("triviaqa", mirror=full_mirror, download=True).data[0].origin == "mirror"
 
 
 def test_a_group_is_scored_as_one_task(full_mirror):
