@@ -219,7 +219,9 @@ class Decoder(nn.Module):
         table = self._rotary_2TD
         if table is None or table.shape[1] < length or table.device != device:
             size = self.spec.head_size
-            frequency_D = self.spec.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
+            # In this order of operations, so that long sequences get transformers' numbers to the last bit.
+            exponent_D = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+            frequency_D = 1.0 / self.spec.rope_theta**exponent_D
             longest = max(length, self.spec.sequence_length)
             angle_TD = torch.outer(torch.arange(longest, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
             table = self._rotary_2TD = torch.stack((angle_TD.cos(), angle_TD.sin()))

@@ -184,10 +184,7 @@ def import_hugging_face(folder: str | Path) -> Decoder:
     spec = spec_of(config, name=folder.resolve().name)
     decoder = empty_decoder(spec)
     weights = SafetensorsFolder(folder)
-    try:
-        fill(dict(decoder.named_parameters()), lambda name: from_theirs(spec, name, weights.read))
-    except ValueError as error:
-        raise DataError(f"{folder}: does not hold the model of its config.json: {error}") from error
+    fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
     return decoder
 
 

@@ -4,11 +4,14 @@ Names are joined from module and `weight` or `bias`. GPT-2 stores the matrices o
 first), with query, key and value side by side in one.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from kit.errors import DataError
+from kit.model import Decoder
 from kit.spec import ModelSpec
 
 OUTSIDE = {
@@ -76,17 +79,21 @@ def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Te
     return weight.T if _transposed(spec, name, weight) else weight
 
 
-def fill(parameters: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
-    """Copies into each of our parameters what `read` gives for its name.
+def fill(decoder: Decoder, read: Callable[[str], Tensor], source: Path) -> None:
+    """Copies into each weight of a decoder what `read` gives for its name.
 
     Raises:
-        ValueError: a shape differs.
+        DataError: a shape differs; the message names `source`.
     """
+    advice = f"{source} does not hold {decoder.spec.name}; give the spec, or the config.json, that it was trained with."
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            weight = read(name)
+        for name, parameter in decoder.named_parameters():
+            try:
+                weight = read(name)
+            except RuntimeError as error:  # a merged weight cannot be cut into heads
+                raise DataError(f"{name}: {error}. {advice}") from error
             if weight.shape != parameter.shape:
-                raise ValueError(f"{name} has shape {list(weight.shape)}, expected {list(parameter.shape)}.")
+                raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(parameter.shape)}. {advice}")
             parameter.copy_(weight)
 
 

@@ -145,7 +145,8 @@ class DecoderLM(TemplateLM):
             here = (which >= start) & (which < start + chunk)
             logits_NV = self._decoder.output(x_NH[start : start + chunk]).float()  # type: ignore[misc]
             n, chosen = which[here] - start, token[here]
-            value = logits_NV[n, chosen] - logits_NV.logsumexp(-1)[n]
+            # Not logsumexp: on a large vocabulary its rounding differs from this, which is what the harness uses.
+            value = logits_NV.log_softmax(-1)[n, chosen]
             missed = logits_NV.argmax(-1)[n] != chosen
             totals_P2.index_add_(0, index[here], torch.stack((value.double(), missed.double()), dim=1))
 

