@@ -2,7 +2,7 @@
 
 A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's Llama, global over
 the pipeline, with fused matrices. The rules invert what scripts/checkpoint_converter.py of NxD 0.18 does
-(github.com/aws-neuron/neuronx-distributed). Trn1's order of heads is read; trn2's (grouped key/value copies) is another.
+(github.com/aws-neuron/neuronx-distributed). Trn1's order of heads is read; trn2's (grouped copies) is another.
 """
 
 import re
