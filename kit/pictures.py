@@ -154,7 +154,7 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
         axis.set_xscale("log")
         axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
         axis.set_title("What the score is known to, %")
-        axis.legend(loc="lower right", fontsize=8)
+        axis.legend(loc="upper right", fontsize=8)
     return figure, rows
 
 

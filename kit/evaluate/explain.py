@@ -1,6 +1,7 @@
 """One multiple-choice item taken apart: the prompt, and what the model thinks of each choice."""
 
 import dataclasses
+import html
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ class ItemScore:
         return f"{self.prompt}\n\n{text_table(self.rows())}"
 
     def _repr_html_(self) -> str:
-        return html_rows(f"{self.task}: {self.prompt}", self.rows())
+        prompt = f"<pre style='white-space:pre-wrap;margin:0'>{html.escape(self.prompt)}</pre>"
+        return prompt + html_rows(f"what the model thinks of each choice ({self.task})", self.rows())
 
 
 def explain_item(

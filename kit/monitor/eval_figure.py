@@ -39,12 +39,14 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     """Draws curves of one kind of metric: per cent for accuracies, else the metric's own unit."""
+    from matplotlib.ticker import EngFormatter
+
     accuracy = all(curve in _accuracies(curves) for curve in curves)
     scale = 100 if accuracy else 1
     for i, curve in enumerate(curves):
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         x, y = curve.tokens, scale * curve.score
-        label = f"{curve.name} ({curve.metric})" if accuracy else curve.name
+        label = f"{curve.name} ({curve.metric})"
         errors = scale * np.nan_to_num(curve.stderr)
         axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
         for partial, face in ((False, colour), (True, "white")):
@@ -54,9 +56,12 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
     some_partial = any(curve.partial.any() for curve in curves)
     hollow = "\nhollow: a part of the items" if some_partial else ""
-    axis.set_title((f"Score, %{hollow}; dotted: guessing") if accuracy else f"{curves[0].metric}{hollow}")
+    names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
+    axis.set_title((f"Score, %{hollow}; dotted: guessing") if accuracy else f"{names}{hollow}")
     axis.set_xlabel("training tokens")
-    axis.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8)
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if accuracy:
+        axis.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8)
 
 
 def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
