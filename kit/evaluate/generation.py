@@ -43,11 +43,11 @@ class Generation:
         from lm_eval.models.utils import normalize_gen_kwargs
 
         known: dict[str, Any] = dict(normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS))
-        sampled = known.pop("do_sample", False)
+        sampled, temperature = known.pop("do_sample", False), float(known.pop("temperature", 0.0))
         found = cls(
             stops=tuple(stop for stop in known.pop("until") if stop),
             max_new_tokens=known.pop("max_gen_toks"),
-            temperature=float(known.pop("temperature", 0.0)) if sampled else 0.0,
+            temperature=temperature if sampled else 0.0,
             top_p=float(known.pop("top_p", 1.0)),
             top_k=known.pop("top_k", None),
         )
