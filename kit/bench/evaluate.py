@@ -42,7 +42,7 @@ class Subject:
     tokenizer: Tokenizer
     items: int
     rounds: int
-    batch_size: int  # of the rival, the faster of 8 and 32 as found for this model
+    batch_size: int  # of the rival
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
@@ -61,8 +61,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
     smollm2, tokenizer = load_smollm2(download=True)
     subjects = (
-        Subject(name="demo", decoder=demo, tokenizer=dataset.tokenizer(), items=40, rounds=5, batch_size=32),
-        Subject(name="SmolLM2-135M", decoder=smollm2, tokenizer=tokenizer, items=8, rounds=3, batch_size=8),
+        Subject(name="demo", decoder=demo, tokenizer=dataset.tokenizer(), items=30, rounds=4, batch_size=32),
+        Subject(name="SmolLM2-135M", decoder=smollm2, tokenizer=tokenizer, items=6, rounds=3, batch_size=8),
     )
     return [each for subject in subjects for each in compare(subject, workplace)]
 

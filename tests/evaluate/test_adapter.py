@@ -188,6 +188,14 @@ def test_generation_that_cannot_be_done_is_refused(decoder_lm, options, message)
         decoder_lm.generate_until([request])
 
 
+def test_options_of_greedy_tasks_are_understood(decoder_lm):
+    options = {"until": ["zz"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 3}
+    (text,) = decoder_lm.generate_until(
+        [Instance(request_type="generate_until", doc={}, arguments=("Why", options), idx=0)]
+    )
+    assert text
+
+
 def test_the_harness_log_level_is_restored(mirror):
     logger = logging.getLogger("lm_eval")
     before = logger.level
