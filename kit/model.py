@@ -1,12 +1,15 @@
 """One decoder for the GPT and Llama families: a plain nn.Module that knows nothing of parallelism.
 
 Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size, F feed-forward,
-V vocabulary. A tensor parallel rank sees smaller N, K, F, V; so head counts are read from tensors, not from the spec.
+V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller N, K, F, V; so head counts are read
+from tensors, not from the spec.
 """
 
+import dataclasses
 import hashlib
 import math
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from kit.key_value_cache import KeyValueCache
 from kit.plan import Recompute
 from kit.spec import ModelSpec
 
@@ -47,6 +51,21 @@ MATMULS_AND_ATTENTION = {
 """Results that selective recomputation keeps: the expensive ones. All else in a block is computed again."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+    """What tokens may look at when that is not simply all earlier tokens of their row, for scoring and generation."""
+
+    positions_BT: Tensor
+    mask_BTS: Tensor  # True where a token may look: S tokens of the row, or of the cache
+    cache: KeyValueCache | None = None
+
+    @classmethod
+    def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
+        """Returns the view of new tokens at these positions: each sees the cache up to itself."""
+        slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
+        return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
+
+
 class Embedding(nn.Module):
     """Token embedding plus, where the spec has them, learned positions."""
 
@@ -56,10 +75,12 @@ class Embedding(nn.Module):
         learned = spec.positions == "learned"
         self.positions = nn.Embedding(spec.sequence_length, spec.hidden_size) if learned else None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
         x_BTH = self.tokens(tokens_BT)
         if self.positions is not None:
-            x_BTH = x_BTH + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+            if positions_BT is None:
+                positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            x_BTH = x_BTH + self.positions(positions_BT)
         return x_BTH
 
 
@@ -75,15 +96,22 @@ class Attention(nn.Module):
         self.value = linear(spec.hidden_size, spec.num_kv_heads * spec.head_size)
         self.output = linear(spec.hidden_size, spec.hidden_size)
 
-    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None) -> Tensor:
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
         heads = (*x_BTH.shape[:2], -1, self.head_size)
         q_BNTD = self.query(x_BTH).view(heads).transpose(1, 2)
         k_BKTD = self.key(x_BTH).view(heads).transpose(1, 2)
         v_BKTD = self.value(x_BTH).view(heads).transpose(1, 2)
         if rotary_2TD is not None:
             q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
+        mask_B1TS = None
+        if past is not None:
+            mask_B1TS = past.mask_BTS[:, None]
+            if past.cache is not None:
+                k_BKTD, v_BKTD = past.cache.update(self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1])
         grouped = q_BNTD.shape[1] != k_BKTD.shape[1]
-        y_BNTD = F.scaled_dot_product_attention(q_BNTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=grouped)
+        y_BNTD = F.scaled_dot_product_attention(
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TS, is_causal=past is None, enable_gqa=grouped
+        )
         return self.output(y_BNTD.transpose(1, 2).flatten(2))
 
 
@@ -116,16 +144,16 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(spec)
         self.recompute = recompute
 
-    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None) -> Tensor:
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._forward(x_BTH, rotary_2TD)
+            return self._forward(x_BTH, rotary_2TD, past)
         context = partial(create_selective_checkpoint_contexts, _selective_policy)
         if self.recompute == "full":
             context = noop_context_fn
         return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, context_fn=context)
 
-    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-        x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD)
+    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+        x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD, past=past)
         return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
 
 
@@ -160,17 +188,25 @@ class Decoder(nn.Module):
             self.output.weight = self.embedding.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.hidden(x)
+        return x if self.output is None else self.output(x)
+
+    def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
+        """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
+
+        For those who need the logits of a few places only: logits of all are most of the memory of an evaluation.
+        """
         # Sequence parallelism cuts what stages hand on, so only the first stage could see the true length; all
         # stages run at the spec's length in training, and evaluation holds the whole model.
-        length = x.shape[1] if self.embedding is not None else self.spec.sequence_length
+        length = x.shape[1] if self.embedding is not None and past is None else self.spec.sequence_length
         rotary_2TD = self.rotary(length, x.device)
+        if past is not None and rotary_2TD is not None:
+            rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
         if self.embedding is not None:
-            x = self.embedding(x)
+            x = self.embedding(x, None if past is None else past.positions_BT)
         for block in self.layers.values():
-            x = block(x, rotary_2TD)
-        if self.norm is not None and self.output is not None:
-            x = self.output(self.norm(x))
-        return x
+            x = block(x, rotary_2TD, past)
+        return x if self.norm is None else self.norm(x)
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
         """Returns cosines and sines of the rotary angles, [2, T, D] fp32, or None for learned positions.
@@ -183,7 +219,9 @@ class Decoder(nn.Module):
         table = self._rotary_2TD
         if table is None or table.shape[1] < length or table.device != device:
             size = self.spec.head_size
-            frequency_D = self.spec.rope_theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
+            # In this order of operations, so that long sequences get transformers' numbers to the last bit.
+            exponent_D = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+            frequency_D = 1.0 / self.spec.rope_theta**exponent_D
             longest = max(length, self.spec.sequence_length)
             angle_TD = torch.outer(torch.arange(longest, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
             table = self._rotary_2TD = torch.stack((angle_TD.cos(), angle_TD.sin()))

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
+import numpy as np
+
 from kit.evaluate.report import EvalReport
 from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
 from kit.spec import FlopBasis, ModelSpec
@@ -119,6 +121,40 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
         right.set_title("Accuracy with 95 % interval; grey: chance")
         for axis in (left, right):
             axis.grid(visible=False)
+    return figure, rows
+
+
+def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
+    """Returns a figure of the 95 % interval of an accuracy against the number of items it was measured on; its table.
+
+    The standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the harness's formula.
+
+    Args:
+        accuracy: the share of right answers.
+        chance: that of guessing, drawn as a line.
+        marks: numbers of items to mark, with their names.
+    """
+    items = np.geomspace(20, 1.2 * max(marks), 200)
+    error = np.sqrt(accuracy * (1 - accuracy) / (items - 1))
+    rows = [
+        {"items": n, "what": name, "standard error": round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)}
+        for n, name in sorted(marks.items())
+    ]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 2.5))
+        low, high = 100 * (accuracy - 1.96 * error), 100 * (accuracy + 1.96 * error)
+        axis.fill_between(items, low, high, color=BLUE, alpha=0.2, label="95 % interval")
+        axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")
+        axis.axhline(100 * chance, color=GREY, linestyle=(0, (4, 3)), label="guessing")
+        for row in rows:
+            half = 196 * row["standard error"]
+            axis.errorbar(row["items"], 100 * accuracy, half, color=VERMILION, fmt="o", capsize=4)
+            axis.annotate(f"{row['what']}\n±{half:.1f}", (row["items"], 100 * accuracy + half), xytext=(0, 3),
+                          textcoords="offset points", ha="center", color=VERMILION, fontsize=8)  # fmt: skip
+        axis.set_xscale("log")
+        axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
+        axis.set_title("What the score is known to, %")
+        axis.legend(loc="upper right", fontsize=8)
     return figure, rows
 
 

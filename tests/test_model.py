@@ -1,65 +1,11 @@
 import pytest
 import torch
 
+from kit.convert.names import to_theirs
 from kit.model import Decoder, build_decoder, rotate
 from kit.spec import ModelSpec
 
 transformers = pytest.importorskip("transformers")
-
-LLAMA_NAMES = {
-    "embedding.tokens": "model.embed_tokens",
-    "attention_norm": "input_layernorm",
-    "feed_forward_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "feed_forward": "mlp",
-    "gate": "gate_proj",
-    "up": "up_proj",
-    "down": "down_proj",
-}
-
-
-def llama_name(name: str) -> str:
-    """Returns transformers' name of one of our Llama parameters."""
-    if name in ("norm.weight", "embedding.tokens.weight", "output.weight"):
-        return {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}.get(
-            name, "model.embed_tokens.weight"
-        )
-    _, layer, rest = name.split(".", 2)
-    rest, suffix = rest.rsplit(".", 1)
-    if rest in LLAMA_NAMES:
-        return f"model.layers.{layer}.{LLAMA_NAMES[rest]}.{suffix}"
-    block, part = rest.split(".")
-    return f"model.layers.{layer}.{LLAMA_NAMES[block]}.{LLAMA_NAMES[part]}.{suffix}"
-
-
-def gpt2_state(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """Returns our GPT's weights as GPT2LMHeadModel stores them: fused q, k, v and transposed matrices."""
-    ours = dict(decoder.named_parameters())
-    theirs = {
-        "transformer.wte.weight": ours["embedding.tokens.weight"],
-        "transformer.wpe.weight": ours["embedding.positions.weight"],
-        "transformer.ln_f.weight": ours["norm.weight"],
-        "transformer.ln_f.bias": ours["norm.bias"],
-        "lm_head.weight": ours["embedding.tokens.weight"],
-    }
-    for i in range(decoder.spec.num_layers):
-        for kind in ("weight", "bias"):
-            layer, block = f"layers.{i}", f"transformer.h.{i}"
-            fused = torch.cat([ours[f"{layer}.attention.{part}.{kind}"] for part in ("query", "key", "value")])
-            theirs[f"{block}.attn.c_attn.{kind}"] = fused.t() if kind == "weight" else fused
-            for name, their_name in (
-                ("attention.output", "attn.c_proj"),
-                ("feed_forward.up", "mlp.c_fc"),
-                ("feed_forward.down", "mlp.c_proj"),
-            ):
-                value = ours[f"{layer}.{name}.{kind}"]
-                theirs[f"{block}.{their_name}.{kind}"] = value.t() if kind == "weight" else value
-            theirs[f"{block}.ln_1.{kind}"] = ours[f"{layer}.attention_norm.{kind}"]
-            theirs[f"{block}.ln_2.{kind}"] = ours[f"{layer}.feed_forward_norm.{kind}"]
-    return theirs
 
 
 def test_logits_equal_transformers_llama():
@@ -72,7 +18,7 @@ def test_logits_equal_transformers_llama():
         rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
     )  # fmt: skip
     reference = transformers.LlamaForCausalLM(config)
-    reference.load_state_dict({llama_name(name): p for name, p in decoder.named_parameters()})
+    reference.load_state_dict(to_theirs(spec, decoder.named_parameters()))
     assert_same_logits(decoder, reference)
 
 
@@ -86,7 +32,7 @@ def test_logits_equal_transformers_gpt2():
         vocab_size=500, n_positions=64, n_embd=64, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
     )
     reference = transformers.GPT2LMHeadModel(config)
-    reference.load_state_dict(gpt2_state(decoder))
+    reference.load_state_dict(to_theirs(spec, decoder.named_parameters()), strict=False)  # lm_head is tied
     assert_same_logits(decoder, reference)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from kit.bench import monitor, overhead, startup, train_speed
+from kit.bench import evaluate, monitor, overhead, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
     "startup": startup.measure,
     "overhead": overhead.measure,
+    "evaluate": evaluate.measure,
     "monitor": lambda workplace, dataset: monitor.measure(workplace),
 }
 

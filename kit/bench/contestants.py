@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from kit.convert.hugging_face import config_of
+from kit.convert.names import to_theirs
 from kit.engines.native import NativeEngine
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
@@ -150,42 +152,10 @@ def llama(decoder: Decoder):
     """Returns transformers' model of the same shapes and weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    spec = decoder.spec
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.ffn_hidden_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        max_position_embeddings=spec.sequence_length,
-        rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-        tie_word_embeddings=spec.tied_embeddings,
-        use_cache=False,
+    model = LlamaForCausalLM(LlamaConfig(**{**config_of(decoder.spec), "use_cache": False}))
+    model.load_state_dict(
+        to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
     )
-    names = {
-        "embedding.tokens": "model.embed_tokens",
-        "layers.": "model.layers.",
-        "attention_norm": "input_layernorm",
-        "feed_forward_norm": "post_attention_layernorm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
-        "feed_forward.gate": "mlp.gate_proj",
-        "feed_forward.up": "mlp.up_proj",
-        "feed_forward.down": "mlp.down_proj",
-    }
-    state = {"norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-    weights = {}
-    for name, parameter in decoder.named_parameters():
-        target = state.get(name, name)
-        for ours, theirs in names.items() if name not in state else ():
-            target = target.replace(ours, theirs)
-        weights[target] = parameter.detach()
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(weights)
     return model
 
 

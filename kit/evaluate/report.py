@@ -2,8 +2,9 @@
 
 import dataclasses
 import html
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from cluster.record import Record, field_doc
 from kit.evaluate.resolver import DataSource
@@ -29,15 +30,22 @@ class TaskScore(Record):
     seed: int | None = field_doc("of the random subset; None when all items were scored", default=None)
     num_truncated: int = field_doc("prompts cut on the left to the model's sequence length", default=0)
     num_fewshot: int = field_doc("solved examples in the prompt")
+    num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
     chance: float | None = field_doc("accuracy of guessing; None where there is nothing to guess", default=None)
     task_version: str = field_doc("of the task's definition")
     harness_version: str = field_doc("of lm-eval")
     data: tuple[DataSource, ...] = field_doc("files that the items came from")
     seconds: float = field_doc("time to score")
+    note: str = field_doc("what else has to be known to judge it, such as how code was isolated", default="")
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Task, shots and samples: scores with the same key answer the same question."""
+        return self.task, self.num_fewshot, self.num_samples
 
     @property
     def partial(self) -> bool:
-        """True for a random subset: a progress signal, not a result."""
+        """True for a part of the items: a progress signal, not a result."""
         return self.num_items < self.total_items
 
     @property
@@ -53,10 +61,16 @@ class TaskScore(Record):
         Raises:
             KeyError: the task does not have it.
         """
-        for metric in self.metrics:
-            if metric.name == name:
-                return metric
-        raise KeyError(f"{self.task} has no metric {name!r}; it has {', '.join(m.name for m in self.metrics)}.")
+        return _named(self.task, "metric", name, {metric.name: metric for metric in self.metrics})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unscored(Record):
+    """A task of a suite that could not be scored."""
+
+    task: str = field_doc("name in the harness")
+    num_fewshot: int | None = field_doc("solved examples that were asked for", default=None)
+    reason: str = field_doc("why, and what would mend it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +81,11 @@ class EvalReport(Record):
     step: int | None = field_doc("optimizer step of the checkpoint", default=None)
     checkpoint: str | None = field_doc("its folder in the run directory", default=None)
     tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
+    attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
+    seconds: float = field_doc("what the evaluation cost, loading the model included", default=0.0)
     tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
     scores: tuple[TaskScore, ...] = field_doc("one for each task", default=())
+    unscored: tuple[Unscored, ...] = field_doc("what was asked for and could not be scored", default=())
 
     def __getitem__(self, task: str) -> TaskScore:
         """Returns the scores of one task.
@@ -76,22 +93,23 @@ class EvalReport(Record):
         Raises:
             KeyError: the report does not have it.
         """
-        for score in self.scores:
-            if score.task == task:
-                return score
-        raise KeyError(f"The report has no task {task!r}; it has {', '.join(score.task for score in self.scores)}.")
+        return _named("The report", "task", task, {score.task: score for score in reversed(self.scores)})
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where task and shots are the same.
+        """Returns this report with the scores of `other`, which win where task and shots are the same; costs add up.
 
         A partial score never takes the place of a complete one.
         """
-        scores = {(score.task, score.num_fewshot): score for score in self.scores}
+        scores = {score.key: score for score in self.scores}
         for score in other.scores:
-            old = scores.get((score.task, score.num_fewshot))
+            old = scores.get(score.key)
             if old is None or old.partial or not score.partial:
-                scores[score.task, score.num_fewshot] = score
-        return dataclasses.replace(other, scores=tuple(scores.values()))
+                scores[score.key] = score
+        done = {(score.task, score.num_fewshot) for score in scores.values()}
+        unscored = {(item.task, item.num_fewshot): item for item in (*self.unscored, *other.unscored)}
+        left = tuple(item for key, item in unscored.items() if key not in done)
+        seconds = self.seconds + other.seconds
+        return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left, seconds=seconds)
 
     def write_merged(self, file: Path) -> None:
         """Writes the report; scores of other tasks that `file` already holds are kept.
@@ -106,6 +124,14 @@ class EvalReport(Record):
         return [_row(score, metric) for score in self.scores for metric in score.metrics]
 
     @property
+    def notes(self) -> list[str]:
+        """What could not be scored and why, and what else has to be known to judge a score."""
+        shots = {item: "" if item.num_fewshot is None else f" ({item.num_fewshot} shots)" for item in self.unscored}
+        return [f"not scored: {item.task}{shots[item]}: {item.reason}" for item in self.unscored] + [
+            f"{score.task}: {score.note}" for score in self.scores if score.note
+        ]
+
+    @property
     def title(self) -> str:
         """Model, step and training tokens."""
         parts = [self.name]
@@ -117,24 +143,44 @@ class EvalReport(Record):
 
     def to_text(self) -> str:
         """Returns the report as a table for a terminal."""
-        rows = self.rows()
-        if not rows:
-            return f"{self.title}\n(no scores)"
-        table = [list(rows[0]), *[list(row.values()) for row in rows]]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, text_table(self.rows()) or "(no scores)", *self.notes])
 
     def _repr_html_(self) -> str:
-        rows = self.rows()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows
-        )
-        caption = f"<caption>{html.escape(self.title)}</caption>"
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return html_rows(self.title, self.rows(), self.notes)
+
+
+def text_table(rows: Sequence[dict[str, str]]) -> str:
+    """Returns rows with the same keys as aligned columns below their names; empty without rows."""
+    if not rows:
+        return ""
+    table = [list(rows[0]), *[list(row.values()) for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    return "\n".join(lines)
+
+
+def html_rows(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
+    """Returns rows with the same keys as an HTML table, with notes below it; all text is escaped."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
+    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) for row in rows)
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    below = "".join(f"<div style='color:#666;font-size:small'>{html.escape(note)}</div>" for note in notes)
+    caption = f"<caption>{html.escape(title)}</caption>"
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:
+    if name not in found:
+        raise KeyError(f"{owner} has no {kind} {name!r}; it has {', '.join(found)}.")
+    return found[name]
+
+
+def _data(sources: tuple[DataSource, ...]) -> str:
+    """Returns the files of a score, or for many of them their folder and number."""
+    if len(sources) > 4:
+        folder = Path(*Path(sources[0].path).parts[:2])
+        return f"{sources[0].origin}:{folder}, {len(sources)} files"
+    return ", ".join(f"{data.origin}:{data.path} {(data.sha256 or '')[:8]}".strip() for data in sources)
 
 
 def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
@@ -147,6 +193,6 @@ def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
         "coverage": score.coverage,
         "shots": str(score.num_fewshot),
         "version": f"task {score.task_version}, lm-eval {score.harness_version}",
-        "data": ", ".join(f"{data.origin}:{data.path} {(data.sha256 or '')[:8]}".strip() for data in score.data),
+        "data": _data(score.data),
         "seconds": f"{score.seconds:.1f}",
     }

@@ -21,12 +21,12 @@ class DataSource(Record):
 
 
 @contextlib.contextmanager
-def mirror_first(mirror: Path, *, download: bool = False) -> Iterator[list[DataSource]]:
+def mirror_first(mirror: Path, *, download: bool = False, hub_only: bool = False) -> Iterator[list[DataSource]]:
     """Within the context, `datasets.load_dataset` reads the mirror and asks the hub only for what the mirror lacks.
 
     The harness builds a few-shot pool even for zero shots, so a data set without training split gets an empty one;
     asking for shots then fails (`load_task` checks). Without `download` the hub's cache on this machine is read, but
-    no connection is opened.
+    no connection is opened. `hub_only` leaves the mirror aside, for what it holds only a part of.
 
     Yields:
         The sources read so far, in order.
@@ -38,7 +38,7 @@ def mirror_first(mirror: Path, *, download: bool = False) -> Iterator[list[DataS
 
     def load(path: str, name: str | None = None, **kwargs: Any) -> Any:
         folder = mirror / path / (name or "default")
-        files = sorted(folder.glob("*.parquet"))
+        files = [] if hub_only else sorted(folder.glob("*.parquet"))
         if not files:
             loaded = _from_hub(load_from_hub, mirror, path, name, download=download, **kwargs)
             sources.append(DataSource(origin="hub", path="/".join(filter(None, (path, name)))))

@@ -1,15 +1,25 @@
-"""Views of a run: the live dashboard of a notebook, text in the terminal, and a figure of loss and MFU."""
+"""Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the scores of checkpoints."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kit.monitor.eval_figure import eval_figure
     from kit.monitor.figure import run_figure
+    from kit.monitor.scores import eval_curve
     from kit.monitor.text import status_row, status_table, watch
     from kit.monitor.widget import Monitor
 
-__all__ = ["Monitor", "run_figure", "status_row", "status_table", "watch"]
-_PLACES = {"Monitor": "widget", "run_figure": "figure", "status_row": "text", "status_table": "text", "watch": "text"}
+_PLACES = {
+    "Monitor": "widget",
+    "eval_curve": "scores",
+    "eval_figure": "eval_figure",
+    "run_figure": "figure",
+    "status_row": "text",
+    "status_table": "text",
+    "watch": "text",
+}
+__all__ = ["Monitor", "eval_curve", "eval_figure", "run_figure", "status_row", "status_table", "watch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The static figure of a run: loss with held-out points, and MFU (or tokens/s where the peak is unknown)."""
+"""The static figure of a run: loss with held-out points, MFU (tokens/s where the peak is unknown), and its scores."""
 
 import math
 from importlib.resources import files
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from kit.metrics import Metrics, median
+from kit.monitor.eval_figure import draw_scores
+from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
 
@@ -29,8 +31,13 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
 
     metrics = run.metrics()
     table = _table(metrics)
+    accuracies = [curve for curve in eval_curve(run) if np.isfinite(curve.chance)]
+    widths = [3, 2, 2.4] if accuracies else [3, 2]
     with plt.style.context(str(files("kit") / "kit.mplstyle")):
-        figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
+        figure, (left, right, *third) = plt.subplots(1, len(widths), gridspec_kw={"width_ratios": widths})
+        for axis in third:
+            figure.set_figwidth(1.35 * figure.get_figwidth())
+            draw_scores(axis, accuracies)
         _draw_loss(left, table, baselines or {})
         _draw_speed(right, table, run)
         for axis in (left, right):

@@ -1,4 +1,4 @@
-"""Sinks: followers that copy `metrics.jsonl` to Weights & Biases or TensorBoard, each attempt as a run of its own.
+"""Sinks: followers that copy steps and scores to Weights & Biases or TensorBoard, each attempt as a run of its own.
 
 A sink only reads the run directory, from a process of its own, so its failure never reaches the training job. Every
 attempt has its own curve: a resumed run repeats steps, which wandb drops and TensorBoard draws as a zigzag when they
@@ -21,6 +21,7 @@ from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError
 from kit.monitor.rows import MetricsFollower, is_number, number, rows_to_metrics
+from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 
 WANDB_MODES = ("offline", "online")
@@ -66,6 +67,7 @@ class SinkState(Record):
     """sink.json: what a sink has copied for good."""
 
     offset: int = field_doc("bytes of metrics.jsonl that have been copied", default=0)
+    scores: dict[str, float] = field_doc("scores of checkpoints that have been copied", default_factory=dict)
     starts: int = field_doc("times that the sink was started", default=0)
     identity: str = field_doc("distinguishes this run from others of the same name", default="")
 
@@ -189,6 +191,7 @@ def copy_metrics(
     sink = SINKS[to](run, folder, state)
     _write_state(folder, state)
     follower = MetricsFollower(run.directory / "metrics.jsonl", state.offset)
+    score_follower = ScoreFollower(run, state.scores)
     copied, attempts, end = 0, set(), "everything is copied"
     try:
         while True:
@@ -197,6 +200,8 @@ def copy_metrics(
                 for row, values in zip(rows, scalars(run, rows), strict=True):
                     sink.write(row["attempt"], row["step"], _time(row), values)
                 copied, attempts = copied + len(rows), attempts | {row["attempt"] for row in rows}
+            for attempt, step, values in score_follower.read():
+                sink.write(attempt, step, None, values)
             if not run.directory.is_dir():
                 end = f"{run.directory} was deleted"
                 break
@@ -208,7 +213,7 @@ def copy_metrics(
     finally:
         sink.close()
     if run.directory.is_dir():  # only now is everything in its files
-        _write_state(folder, state.replace(offset=follower.offset))
+        _write_state(folder, state.replace(offset=follower.offset, scores=score_follower.seen))
     return SinkReport(
         to=to, folder=str(folder), rows=copied, attempts=tuple(sorted(attempts)), end=end,
         skipped_lines=follower.skipped_lines,

@@ -13,6 +13,7 @@ from rich.text import Text
 from cluster.state import JobState
 from kit.monitor.alerts import ROWS_PER_LOOK, Alert
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 
 COLOURS = {
@@ -44,6 +45,8 @@ def status_row(run: Run) -> dict[str, Any]:
         "num_steps": run.recipe.num_steps,
         "eta_s": left * step_time_s if running else None,
         "checkpoints": run.checkpoints.steps(),
+        "scores": last_scores(run),
+        "eval_s": sum(report.seconds for report in eval_reports(run)),
     }
 
 
@@ -86,6 +89,9 @@ def _looked_at(dashboard: Dashboard, width: int) -> Group:
         (facts["reason"], "dim"),
     )  # fmt: skip
     parts = [title, _tiles(dashboard, facts, width), *_curves(dashboard, width), *_alerts(dashboard, width)]
+    if scores := last_scores(dashboard.run):
+        spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
+        parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
     for name, request in facts["actions"].items():
         done = f", done {_clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
         parts.append(Text(f"{name}: asked {_clock(request['asked_at'])}{done}", style="cyan"))
@@ -181,6 +187,16 @@ def _last(values: np.ndarray, form: str, *, always: bool = False) -> str:
     """Returns the last value in words; a series that was never there, unless it is `always`, is not an alarm."""
     recorded = len(values) and (always or np.isfinite(values).any())
     return _show(float(values[-1]), form) if recorded else "-"
+
+
+def _scores(scores: dict[str, dict[str, Any]]) -> str:
+    """Returns `piqa 0.61 ± 0.02 at step 200 (partial)` for each task."""
+    words = []
+    for task, last in scores.items():
+        error = "" if last["stderr"] is None else f" ± {last['stderr']:.3f}"
+        partial = " (partial)" if last["partial"] else ""
+        words.append(f"{task} {last['metric']} {last['score']:.3f}{error} at step {last['step']:,}{partial}")
+    return ", ".join(words)
 
 
 def _show(value: Any, form: str) -> str:

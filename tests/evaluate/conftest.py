@@ -11,12 +11,25 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
+from cluster.site import Site
+from kit.checkpoint import Manifest as CheckpointManifest
+from kit.data import build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
-from kit.evaluate.task_data import BENCHMARKS, Manifest, MirrorFile, file_sha256
+from kit.evaluate.benchmarks import BENCHMARKS
+from kit.evaluate.task_data import Manifest, MirrorFile, file_sha256
+from kit.model import Decoder, build_decoder
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64
+SPEC = ModelSpec.llama(
+    name="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64, vocab_size=512, sequence_length=64,
+)  # fmt: skip
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
 
 
@@ -98,3 +111,38 @@ def heldout_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é", ""]
     file.write_text("".join(json.dumps({"text": text, "source": "pydoc"}) + "\n" for text in texts))
     return file
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder() -> Decoder:
+    return build_decoder(SPEC).eval()
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_decoder: Decoder, heldout_file: Path, save_checkpoint) -> Run:
+    """A run with one complete checkpoint, of step 3."""
+    dataset = build_dataset(
+        tmp_path / "data", sources=heldout_file, vocab_size=400, validation_fraction=0.3, progress=False
+    )
+    assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
+    plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
+    run = Run.create(tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    save_checkpoint(run, tiny_decoder, 3)
+    return run
+
+
+@pytest.fixture(scope="session")
+def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
+    """Writes a complete checkpoint of a model, as the trainer does."""
+
+    def save(run: Run, decoder: Decoder, step: int) -> None:
+        folder = run.checkpoints.path(step)
+        state = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}
+        state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+        files = {file.name: file.stat().st_size for file in folder.iterdir()}
+        CheckpointManifest(
+            step=step, attempt=1, samples=4 * step, tokens=4 * step * 64, seed=1234, time=0.0, spec=SPEC,
+            plan=run.plan, files=files,
+        ).write(folder / "manifest.json")  # fmt: skip
+
+    return save

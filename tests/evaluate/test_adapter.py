@@ -10,11 +10,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
+from kit.convert.hugging_face import import_hugging_face
 from kit.data.tokenizer import BytePairTokenizer
 from kit.errors import ConfigError, DataError
 from kit.evaluate.adapter import DecoderLM
 from kit.evaluate.harness import load_task, quiet
-from kit.model import build_decoder
+from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
 
 SEQUENCE_LENGTH = 64
@@ -33,12 +34,17 @@ def reference(llama: Any, tokenizer: BytePairTokenizer) -> Any:
     return model(pretrained=llama, tokenizer=wrapped, max_length=SEQUENCE_LENGTH, batch_size=7)
 
 
-@pytest.fixture
-def decoder_lm(llama: Any, tokenizer: BytePairTokenizer) -> DecoderLM:
-    def logits(tokens_BT: torch.Tensor) -> torch.Tensor:
-        return llama(tokens_BT).logits
+@pytest.fixture(scope="module")
+def decoder(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """The same Llama as the kit's decoder."""
+    folder = tmp_path_factory.mktemp("llama")
+    llama.save_pretrained(folder)
+    return import_hugging_face(folder)
 
-    return DecoderLM(logits, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=300)
+
+@pytest.fixture
+def decoder_lm(decoder: Decoder, tokenizer: BytePairTokenizer) -> DecoderLM:
+    return DecoderLM(decoder, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=300)
 
 
 def responses(lm: Any, name: str, task: Any) -> list[Any]:
@@ -96,29 +102,33 @@ def _dataset(prompts: list[str]) -> Any:
     return datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts])
 
 
-def test_batches_do_not_change_scores(llama, tokenizer, decoder_lm, mirror):
-    single = DecoderLM(lambda x: llama(x).logits, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=1)
+def test_batches_do_not_change_scores(decoder, tokenizer, decoder_lm, mirror):
+    single = DecoderLM(decoder, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=1)
     task = load_task("arc_easy", mirror=mirror).task
     one, many = responses(single, "arc_easy", task), responses(decoder_lm, "arc_easy", task)
     assert [value for value, _ in one] == pytest.approx([value for value, _ in many], abs=1e-4)
 
 
-def test_equal_rows_run_once_and_batches_keep_their_budget(llama, tokenizer):
-    shapes = []
+def test_one_token_answers_share_a_row_and_batches_keep_their_budget(decoder, tokenizer, monkeypatch):
+    shapes, hidden = [], decoder.hidden
 
-    def logits(tokens_BT: torch.Tensor) -> torch.Tensor:
+    def recorded(tokens_BT: torch.Tensor, past: Any = None) -> torch.Tensor:
         shapes.append(tuple(tokens_BT.shape))
-        return llama(tokens_BT).logits
+        return hidden(tokens_BT, past)
 
-    lm = DecoderLM(logits, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=100)
-    shapes.clear()
+    monkeypatch.setattr(decoder, "hidden", recorded)
+    lm = DecoderLM(decoder, tokenizer, sequence_length=SEQUENCE_LENGTH, batch_tokens=100)
     scores = lm._loglikelihood_tokens([(("", ""), [1, 2, 3], [token]) for token in range(tokenizer.vocab_size)])
     assert shapes == [(1, 3)]
     assert math.fsum(math.exp(value) for value, _ in scores) == pytest.approx(1, abs=1e-4)
     assert sum(greedy for _, greedy in scores) == 1
     shapes.clear()
-    lm._loglikelihood_tokens([(("", ""), list(range(1, 3 + i)), [5, 6]) for i in range(20)])
-    assert all(rows * length <= 100 for rows, length in shapes) and sum(rows for rows, _ in shapes) == 20
+    lm._loglikelihood_tokens([(("", ""), [i, *range(1, 3 + i)], [5, 6]) for i in range(20)])
+    assert all(rows * length <= 100 for rows, length in shapes)
+    assert sum(rows * length for rows, length in shapes) >= sum(3 + i + 1 for i in range(20))
+    shapes.clear()
+    lm._loglikelihood_tokens([(("", ""), list(range(1, 31)), [40 + i, 50 + i, 7]) for i in range(8)])
+    assert sum(rows * length for rows, length in shapes) == 30 + 8 * 2, "what continuations share is run once"
 
 
 def test_a_continuation_longer_than_the_model_is_scored_in_windows(decoder_lm):
@@ -153,9 +163,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize("bad", [{"sequence_length": 0}, {"sequence_length": 8, "batch_tokens": 0}])
-def test_sizes_below_one_are_refused(llama, tokenizer, bad):
+def test_sizes_below_one_are_refused(decoder, tokenizer, bad):
     with pytest.raises(ConfigError, match="0 is not allowed"):
-        DecoderLM(lambda x: llama(x).logits, tokenizer, **bad)
+        DecoderLM(decoder, tokenizer, **bad)
 
 
 def test_an_empty_continuation_is_refused(decoder_lm):
@@ -165,12 +175,25 @@ def test_an_empty_continuation_is_refused(decoder_lm):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"max_gen_toks": 64}, "leave no room for a prompt"), ({"do_sample": True}, "only greedy generation")],
+    [
+        ({"max_gen_toks": 64}, "leave no room for a prompt"),
+        ({"do_sample": True}, "temperature is 0 or not given"),
+        ({"do_sample": True, "temperature": 0.5, "top_p": 1.5}, "top_p above 0 up to 1"),
+        ({"num_beams": 4}, "num_beams is not known. Allowed: until"),
+    ],
 )
 def test_generation_that_cannot_be_done_is_refused(decoder_lm, options, message):
     request = Instance(request_type="generate_until", doc={}, arguments=("Why", options), idx=0)
     with pytest.raises(ConfigError, match=message):
         decoder_lm.generate_until([request])
+
+
+def test_options_of_greedy_tasks_are_understood(decoder_lm):
+    options = {"until": ["zz"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 3}
+    (text,) = decoder_lm.generate_until(
+        [Instance(request_type="generate_until", doc={}, arguments=("Why", options), idx=0)]
+    )
+    assert text
 
 
 def test_the_harness_log_level_is_restored(mirror):

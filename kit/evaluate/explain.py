@@ -1,0 +1,124 @@
+"""One multiple-choice item taken apart: the prompt, and what the model thinks of each choice."""
+
+import dataclasses
+import html
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kit.errors import ConfigError
+from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.report import html_rows, text_table
+from kit.evaluate.task_data import default_mirror
+
+if TYPE_CHECKING:
+    from kit.data import Tokenizer
+    from kit.model import Decoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceScore:
+    """What a model thinks of one choice."""
+
+    text: str
+    num_tokens: int
+    log_likelihood: float  # nats, of the choice after the prompt
+    right: bool
+
+    @property
+    def per_character(self) -> float:
+        """What `acc_norm` compares: nats over the characters of the choice, as the task writes it."""
+        return self.log_likelihood / len(self.text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ItemScore:
+    """One item: its prompt, and its choices in the order of the data set."""
+
+    task: str
+    prompt: str
+    choices: tuple[ChoiceScore, ...]
+
+    @property
+    def chosen(self) -> ChoiceScore:
+        """What `acc` takes for the model's answer: the most likely choice."""
+        return max(self.choices, key=lambda choice: choice.log_likelihood)
+
+    @property
+    def chosen_norm(self) -> ChoiceScore:
+        """What `acc_norm` takes: the most likely choice for its length."""
+        return max(self.choices, key=lambda choice: choice.per_character)
+
+    def rows(self) -> list[dict[str, str]]:
+        """Returns a row for each choice, as text."""
+        return [
+            {
+                "choice": choice.text,
+                "right": "yes" if choice.right else "",
+                "tokens": str(choice.num_tokens),
+                "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
+                "per character": f"{choice.per_character:.3f}",
+                "taken by": ", ".join(
+                    name for name, taken in (("acc", self.chosen), ("acc_norm", self.chosen_norm)) if taken is choice
+                ),
+            }
+            for choice in self.choices
+        ]
+
+    def to_text(self) -> str:
+        """Returns prompt and table for a terminal."""
+        return f"{self.prompt}\n\n{text_table(self.rows())}"
+
+    def _repr_html_(self) -> str:
+        prompt = f"<pre style='white-space:pre-wrap;margin:0'>{html.escape(self.prompt)}</pre>"
+        return prompt + html_rows(f"what the model thinks of each choice ({self.task})", self.rows())
+
+
+def explain_item(
+    model: "Decoder",
+    tokenizer: "Tokenizer",
+    sequence_length: int,
+    task: str,
+    index: int,
+    *,
+    shots: int | None = None,
+    mirror: Path | None = None,
+) -> ItemScore:
+    """Returns how a model answers one item, through the harness's own prompt.
+
+    Args:
+        model, tokenizer, sequence_length: as in `evaluate_model`.
+        task: a multiple-choice benchmark.
+        index: of the item in the scored split.
+        shots: solved examples in the prompt.
+        mirror: folder of the benchmark data; default `default_mirror()`.
+
+    Raises:
+        ConfigError: the task is unknown or not multiple-choice, or has no such item.
+        DataError: its data is not to be had.
+    """
+    from kit.evaluate.adapter import DecoderLM
+    from kit.evaluate.harness import load_task, quiet
+
+    loaded = load_task(TaskRequest(task=task, shots=shots), mirror=mirror or default_mirror())
+    definition: Any = loaded.task
+    if definition.OUTPUT_TYPE != "multiple_choice":
+        raise ConfigError(f"task: {task!r} has no choices. Give a multiple-choice one, for example 'piqa'.")
+    if not 0 <= index < len(definition.eval_docs):
+        raise ConfigError(f"index: {index} is not allowed. {task} has items 0 to {len(definition.eval_docs) - 1}.")
+    with quiet():
+        definition.build_all_requests(samples=[index])
+    document = definition.eval_docs[index]
+    texts, right = definition.doc_to_choice(document), definition.doc_to_target(document)
+    requests = definition.instances[: len(texts)]
+    lm = DecoderLM(model, tokenizer, sequence_length=sequence_length)
+    found = lm.loglikelihood(requests)
+    choices = tuple(
+        ChoiceScore(
+            text=text,
+            num_tokens=len(tokenizer.encode("".join(request.args))) - len(tokenizer.encode(request.args[0])),
+            log_likelihood=value,
+            right=place == right,
+        )
+        for place, (text, request, (value, _)) in enumerate(zip(texts, requests, found, strict=True))
+    )
+    return ItemScore(task=task, prompt=requests[0].args[0], choices=choices)

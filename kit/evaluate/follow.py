@@ -1,0 +1,154 @@
+"""Scores each new checkpoint of a run while it trains: in this process, or each as a job of its own."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cluster
+from cluster.job import Job, JobSpec
+from cluster.record import Record, field_doc
+from cluster.state import JobError
+from kit.errors import CheckpointError, ConfigError, DataError
+from kit.evaluate import Options, check_request, evaluate, report_file
+from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.report import EvalReport
+from kit.run import Run
+
+Wait = Callable[[float], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Followed(Record):
+    """What became of one checkpoint."""
+
+    step: int = field_doc("optimizer step of the checkpoint")
+    scored: bool = field_doc("whether its scores are in eval/")
+    seconds: float = field_doc("what it cost: loading and scoring, on the machine that did it", default=0.0)
+    said: str = field_doc("scores, or why there are none")
+
+    def line(self) -> str:
+        """One line for a terminal."""
+        cost = f"  ({self.seconds:.1f} s)" if self.scored else ""
+        return f"step {self.step:,}: {self.said}{cost}"
+
+
+def follow_run(
+    run: Run | str | Path,
+    tasks: Sequence[str] | str,
+    *,
+    submit: bool = False,
+    poll_s: float = 5.0,
+    idle: Wait = time.sleep,
+    **options: Any,
+) -> Iterator[Followed]:
+    """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended and all are.
+
+    Checkpoints that have these scores already are passed over, so it may be ended and started again. A checkpoint that
+    the run deletes before its turn is reported as such: keep more of them (`recipe.keep_last`, `keep_every`).
+
+    Args:
+        run: at any time of its life. Only `eval/` is written.
+        tasks: as in `evaluate`.
+        submit: score each checkpoint in a job of one process on the run's site, recorded in `eval/jobs/step_N/`.
+        poll_s: time between two looks.
+        idle: waits between two looks; a KeyboardInterrupt raised by it ends the following in good order.
+        options: see `Options`.
+
+    Raises:
+        ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
+    """
+    run = Run.open(run) if isinstance(run, str | Path) else run
+    chosen, requests = Options.of(options), check_request(tasks)
+    pending: dict[int, Job] = {}
+    done: set[int] = set()
+    try:
+        while True:
+            over = _is_over(run)  # before looking, so that the last checkpoint is not missed
+            for step in run.checkpoints.steps():
+                if step in done or step in pending:
+                    continue
+                if _has_scores(run, step, requests):
+                    done.add(step)
+                elif submit:
+                    pending[step] = _submit(run, step, tasks, chosen)
+                else:
+                    done.add(step)
+                    yield _score(run, step, tasks, options)
+            for step, job in list(pending.items()):
+                if job.status().state.is_final:
+                    done.add(step)
+                    yield _result(run, step, pending.pop(step), requests)
+            if over and not pending:
+                return
+            idle(poll_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _score(run: Run, step: int, tasks: Sequence[str] | str, options: dict[str, Any]) -> Followed:
+    start = time.perf_counter()
+    try:
+        report = evaluate(run, step, tasks, **options)
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        return Followed(step=step, scored=False, said=f"not scored: {error}")
+    return Followed(step=step, scored=True, seconds=time.perf_counter() - start, said=_said(report))
+
+
+def _said(report: EvalReport) -> str:
+    from kit.monitor.scores import headline
+
+    words = []
+    for score in report.scores:
+        metric = headline(score)
+        error = "" if metric.stderr is None else f" ± {metric.stderr:.3f}"
+        words.append(f"{score.task} {metric.name} {metric.value:.3f}{error}{' (partial)' if score.partial else ''}")
+    return ", ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
+
+
+def _has_scores(run: Run, step: int, requests: Sequence[TaskRequest]) -> bool:
+    """Returns whether everything asked for is there, or was tried and could not be scored."""
+    try:
+        report = EvalReport.read(report_file(run, step))
+    except ConfigError:
+        return False
+    tried = {score.task for score in report.scores} | {item.task for item in report.unscored}
+    return {request.task for request in requests} <= tried
+
+
+def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
+    """Returns the job that scores one checkpoint: one process, one node, with the command that a user would type."""
+    chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
+    argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
+    argv += ["--limit", str(options.limit)] if options.limit else []
+    argv += ["--untrusted-code", options.untrusted_code, *(["--download"] if options.download else [])]
+    argv += ["--mirror", str(options.mirror)] if options.mirror else []
+    folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
+    return JobSpec(
+        name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=1, max_restarts=0
+    )
+
+
+def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job:
+    job = eval_job(run, step, tasks, options)
+    if run.site.scheduler == "local":
+        return cluster.local.submit(job)
+    backend = cluster.slurm if run.site.scheduler == "slurm" else cluster.kubernetes
+    return backend.submit(job, run.site)
+
+
+def _result(run: Run, step: int, job: Job, requests: Sequence[TaskRequest]) -> Followed:
+    if _has_scores(run, step, requests):
+        report = EvalReport.read(report_file(run, step))
+        return Followed(step=step, scored=True, seconds=report.seconds, said=_said(report))
+    words = job.logs(0).strip().splitlines()
+    return Followed(step=step, scored=False, said=f"not scored: {words[-1] if words else job.status().reason}")
+
+
+def _is_over(run: Run) -> bool:
+    try:
+        return run.job.status().state.is_final
+    except (JobError, ConfigError):  # never submitted, or deleted
+        return True

@@ -1,0 +1,81 @@
+"""Scores against training tokens, with their standard errors."""
+
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from kit.errors import RunError
+from kit.monitor.scores import ScoreCurve, eval_curve
+from kit.run import Run
+
+COLOURS = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#666666")
+MARKERS = ("o", "s", "^", "D", "v")
+
+
+def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
+    """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it shows.
+
+    Accuracies and bits per byte have a panel each. A bar is one standard error up and down; a hollow marker is a score
+    of a part of the items; a dotted line is guessing. The table has a row for each point: task, metric, step, tokens,
+    score, stderr, partial.
+
+    Raises:
+        RunError: no checkpoint of the run has been scored.
+    """
+    from matplotlib import pyplot as plt
+
+    curves = eval_curve(run)
+    if not curves:
+        raise RunError(f"{run.directory} has no scores yet. Make some: `kit eval {run.directory}`.")
+    panels = [group for group in (_accuracies(curves), _others(curves)) if group]
+    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+        figure, axes = plt.subplots(1, len(panels), squeeze=False)
+        for axis, group in zip(axes[0], panels, strict=True):
+            draw_scores(axis, group)
+    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
+    return figure, [row for curve in curves for row in _rows(curve)]
+
+
+def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
+    """Draws curves of one kind of metric: per cent for accuracies, else the metric's own unit."""
+    from matplotlib.ticker import EngFormatter
+
+    accuracy = all(curve in _accuracies(curves) for curve in curves)
+    scale = 100 if accuracy else 1
+    for i, curve in enumerate(curves):
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        x, y = curve.tokens, scale * curve.score
+        label = f"{curve.name} ({curve.metric})"
+        errors = scale * np.nan_to_num(curve.stderr)
+        axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
+        for partial, face in ((False, colour), (True, "white")):
+            here = curve.partial == partial
+            axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
+        if accuracy and np.isfinite(curve.chance):
+            axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
+    some_partial = any(curve.partial.any() for curve in curves)
+    hollow = "\nhollow: a part of the items" if some_partial else ""
+    names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
+    axis.set_title((f"Score, %{hollow}; dotted: guessing") if accuracy else f"{names}{hollow}")
+    axis.set_xlabel("training tokens")
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if accuracy:
+        axis.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8)
+
+
+def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
+    return [curve for curve in curves if not curve.metric.startswith(("bits", "byte", "likelihood", "word"))]
+
+
+def _others(curves: list[ScoreCurve]) -> list[ScoreCurve]:
+    return [curve for curve in curves if curve not in _accuracies(curves)]
+
+
+def _rows(curve: ScoreCurve) -> list[dict[str, Any]]:
+    return [
+        {"task": curve.name, "metric": curve.metric, "step": int(step), "tokens": float(tokens),
+         "score": float(score), "stderr": float(stderr), "partial": bool(partial)}
+        for step, tokens, score, stderr, partial in zip(
+            curve.step, curve.tokens, curve.score, curve.stderr, curve.partial, strict=True)
+    ]  # fmt: skip

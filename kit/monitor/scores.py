@@ -1,0 +1,125 @@
+"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`. No torch, no lm-eval."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError
+from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.run import Run
+
+HEADLINE = ("acc_norm", "acc", "bits_per_byte")
+"""The metric that stands for a task: the first of these that it has, or else its first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreCurve:
+    """One metric of one task over the checkpoints of a run, oldest first. All arrays have one entry a checkpoint."""
+
+    task: str
+    num_fewshot: int
+    metric: str
+    step: np.ndarray  # optimizer steps
+    tokens: np.ndarray  # training tokens; NaN where the report does not know
+    score: np.ndarray  # fraction, or bits for bits_per_byte
+    stderr: np.ndarray  # standard error; NaN where the harness has no formula
+    partial: np.ndarray  # bool: a part of the items was scored
+    chance: float  # accuracy of guessing; NaN where there is nothing to guess
+    seconds: np.ndarray  # time to score
+
+    @property
+    def name(self) -> str:
+        """Task and shots, for a legend."""
+        return f"{self.task}, {self.num_fewshot} shots" if self.num_fewshot else self.task
+
+
+def eval_reports(run: Run) -> list[EvalReport]:
+    """Returns the reports of a run's checkpoints, oldest first; a file that is no report is left out."""
+    reports = []
+    for file in sorted((run.directory / "eval").glob("step_*.json")):
+        try:
+            reports.append(EvalReport.read(file))
+        except (ConfigError, OSError, UnicodeDecodeError):  # of another writer, or deleted meanwhile
+            continue
+    return sorted((report for report in reports if report.step is not None), key=lambda report: report.step or 0)
+
+
+def headline(score: TaskScore) -> Metric:
+    """Returns the metric that stands for a task."""
+    by_name = {metric.name: metric for metric in score.metrics}
+    return next((by_name[name] for name in HEADLINE if name in by_name), score.metrics[0])
+
+
+def eval_curve(run: Run) -> list[ScoreCurve]:
+    """Returns a curve for each task (with its number of shots) that was scored at any checkpoint of the run."""
+    points: dict[tuple, list[tuple[EvalReport, TaskScore]]] = {}
+    for report in eval_reports(run):
+        for score in report.scores:
+            if score.metrics:
+                points.setdefault(score.key, []).append((report, score))
+    return [_curve(found) for found in points.values()]
+
+
+def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
+    first, metrics = points[0][1], [headline(score) for _, score in points]
+
+    def column(values: list[Any]) -> np.ndarray:
+        return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+    return ScoreCurve(
+        task=first.task,
+        num_fewshot=first.num_fewshot,
+        metric=metrics[0].name,
+        step=np.array([report.step for report, _ in points]),
+        tokens=column([report.tokens_seen for report, _ in points]),
+        score=column([metric.value for metric in metrics]),
+        stderr=column([metric.stderr for metric in metrics]),
+        partial=np.array([score.partial for _, score in points]),
+        chance=float("nan") if first.chance is None else first.chance,
+        seconds=column([score.seconds for _, score in points]),
+    )
+
+
+def last_scores(run: Run) -> dict[str, dict[str, Any]]:
+    """Returns the newest score of each task, as plain values: metric, score, stderr, step, partial."""
+    return {
+        curve.name: {
+            "metric": curve.metric,
+            "score": float(curve.score[-1]),
+            "stderr": None if np.isnan(curve.stderr[-1]) else float(curve.stderr[-1]),
+            "step": int(curve.step[-1]),
+            "partial": bool(curve.partial[-1]),
+        }
+        for curve in eval_curve(run)
+    }
+
+
+class ScoreFollower:
+    """Reads the scores that are added to a run's `eval/*.json`, each once, and again where it has changed."""
+
+    def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
+        self.run, self.seen = run, dict(seen or {})
+
+    def read(self) -> list[tuple[int, int, dict[str, float]]]:
+        """Returns (attempt, step, values) of what is new; a value is named `eval/TASK/METRIC`, `_stderr` its error."""
+        found = []
+        for report in eval_reports(self.run):
+            values: dict[str, float] = {}
+            for score in report.scores:
+                values |= self._new(report, score)
+            if values:
+                found.append((report.attempt or 1, report.step or 0, values))
+        return found
+
+    def _new(self, report: EvalReport, score: TaskScore) -> dict[str, float]:
+        shots = f"_{score.num_fewshot}_shots" if score.num_fewshot else ""
+        values = {}
+        for metric in score.metrics:
+            name = f"eval/{score.task}{shots}/{metric.name.replace(',', '_')}"
+            key = f"{report.step} {name}"
+            if self.seen.get(key) != metric.value:
+                self.seen[key] = metric.value
+                values[name] = metric.value
+                values |= {} if metric.stderr is None else {f"{name}_stderr": metric.stderr}
+        return values

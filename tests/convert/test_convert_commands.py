@@ -1,0 +1,48 @@
+"""The commands write folders that load again, and tell mistakes before anything is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kit.__main__ import app
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.errors import ConfigError
+from kit.model import build_decoder
+from tests.convert.test_shards import GPT, randomised, write_megatron
+
+
+def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
+    decoder = randomised(GPT)
+    source = write_megatron(decoder, tmp_path / "global_step10", 2, first=1)
+    GPT.write(tmp_path / "spec.json")
+    command = ["import-checkpoint", "megatron-deepspeed", str(source), str(tmp_path / "out")]
+    answer = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "spec.json"), "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["bytes"] > 4 * GPT.num_params
+    found = import_hugging_face(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
+
+
+def test_averages_are_written(tmp_path: Path) -> None:
+    folders = [str(export_hugging_face(build_decoder(GPT, seed=seed), tmp_path / str(seed))) for seed in (1, 2)]
+    answer = CliRunner().invoke(app, ["average", str(tmp_path / "mean"), *folders])
+    assert answer.exit_code == 0, answer.output
+    first, second, mean = (import_hugging_face(tmp_path / name).norm for name in ("1", "2", "mean"))
+    assert torch.equal(mean.weight, (first.weight + second.weight) / 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["export-hf", "run", "last", "out"], "step: 'last' is not allowed. Give a number, or `newest`"),
+        (["import-checkpoint", "nxd", "source", "out", "--model", "none"], "none: no such file"),
+    ],
+)
+def test_mistakes_are_told(command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = CliRunner().invoke(app, command)
+    assert isinstance(answer.exception, ConfigError) and message in str(answer.exception)
+    assert not list(tmp_path.iterdir())

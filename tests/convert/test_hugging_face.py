@@ -1,0 +1,157 @@
+"""Models go to Hugging Face's format and back bit for bit, and mean the same there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kit.convert.hugging_face import config_of, export_hugging_face, import_hugging_face, spec_of
+from kit.data import load_tokenizer
+from kit.data.tokenizer import train_tokenizer
+from kit.errors import ConfigError, DataError
+from kit.model import Decoder, build_decoder
+from kit.spec import ModelSpec
+
+LLAMA = ModelSpec.llama(
+    name="tiny", num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=96, vocab_size=300,
+    sequence_length=32, rope_theta=50_000.0, norm_eps=1e-6, init_std=0.1,
+)  # fmt: skip
+GPT = ModelSpec.gpt(
+    name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=300, sequence_length=32, init_std=0.1
+)
+SPECS = {
+    "Llama": LLAMA,
+    "Llama, tied, with biases": LLAMA.replace(tied_embeddings=True, bias=True),
+    "GPT, tied": GPT,
+    "GPT, untied, gelu by tanh": GPT.replace(tied_embeddings=False, activation="gelu_tanh", ffn_hidden_size=100),
+}
+
+
+def decoder_of(spec: ModelSpec) -> Decoder:
+    """Returns a model none of whose norms and biases are ones and zeros, so that a swap of two would show."""
+    decoder, generator = build_decoder(spec).eval(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return decoder
+
+
+def assert_equal(found: Decoder, expected: Decoder) -> None:
+    theirs = dict(expected.named_parameters())
+    assert found.spec.replace(name="", init_std=0.02) == expected.spec.replace(name="", init_std=0.02)
+    assert {name for name, _ in found.named_parameters()} == set(theirs)
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in found.named_parameters())
+
+
+@torch.inference_mode()
+def assert_same_logits(decoder: Decoder, model: Any) -> None:
+    tokens = torch.randint(0, 300, (3, 32), generator=torch.Generator().manual_seed(0))
+    ours, theirs = decoder(tokens), model.eval()(tokens).logits
+    assert theirs.std() > 0.1, "logits too small to tell models apart"
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    decoder = decoder_of(SPECS[name])
+    folder = export_hugging_face(decoder, tmp_path / "model")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), f"weights that did not fit: {report}"
+    assert type(model).__name__ == ("LlamaForCausalLM" if "Llama" in name else "GPT2LMHeadModel")
+    assert_same_logits(decoder, model)
+    assert_equal(import_hugging_face(folder), decoder)
+    model.save_pretrained(tmp_path / "theirs")  # the file that transformers itself writes
+    assert_equal(import_hugging_face(tmp_path / "theirs"), decoder)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    decoder = decoder_of(LLAMA)
+    folder = export_hugging_face(decoder, tmp_path / "model", max_shard_bytes=100_000)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 2 and max(shard.stat().st_size for shard in shards) < 110_000
+    assert_equal(import_hugging_face(folder), decoder)
+    assert_same_logits(decoder, transformers.AutoModelForCausalLM.from_pretrained(folder))
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    with pytest.raises(DataError, match=f"{shards[1].name}: not a readable safetensors file"):
+        import_hugging_face(folder)
+
+
+def test_lower_precision_is_rounded_once(tmp_path: Path) -> None:
+    decoder = decoder_of(GPT)
+    found = import_hugging_face(export_hugging_face(decoder, tmp_path / "model", precision="bfloat16"))
+    weights = dict(decoder.named_parameters())
+    assert all(torch.equal(p, weights[name].bfloat16().float()) for name, p in found.named_parameters())
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    texts = [f"line {i}: the loss of step {i * 7} fell, again" for i in range(200)]
+    tokenizer = train_tokenizer(texts, 275)
+    folder = export_hugging_face(decoder_of(LLAMA), tmp_path / "model", tokenizer=tokenizer)
+    assert (folder / "tokenizer.json").read_bytes() == tokenizer.data
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("the loss of step 1234", " again\n\n  äöü "):
+        assert theirs(text)["input_ids"] == tokenizer.encode(text) == load_tokenizer(folder).encode(text)
+    assert theirs.eos_token_id == tokenizer.eos_id == json.loads((folder / "config.json").read_text())["eos_token_id"]
+
+
+def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    decoder = decoder_of(GPT)
+    folder = export_hugging_face(decoder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name.removeprefix("transformer."): w for name, w in weights.items()}, folder / "model.safetensors")
+    assert_equal(import_hugging_face(folder), decoder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "config.model_type: 'mistral' cannot be imported.*Allowed: gpt2, llama"),
+        ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "config.rope_type: 'llama3'"),
+        ({"rope_scaling": {"type": "linear"}}, "config.rope_scaling"),
+        ({"head_dim": 32}, "config.head_dim: 32 cannot be imported, the kit's decoder has 16"),
+        ({"mlp_bias": True}, "config.mlp_bias"),
+    ],
+)
+def test_other_models_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spec_of({**config_of(LLAMA), **change}, name="other")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [(GPT.replace(bias=False), "spec.bias: .*GPT-2 has True only"), (LLAMA.replace(norm="layernorm"), "spec.norm")],
+)
+def test_models_that_hugging_face_does_not_have_are_refused(spec: ModelSpec, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_hugging_face(build_decoder(spec), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_and_damage_is_told(tmp_path: Path) -> None:
+    decoder = decoder_of(LLAMA)
+    folder = export_hugging_face(decoder, tmp_path / "model")
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        export_hugging_face(decoder_of(GPT), folder)
+    assert (folder / "model.safetensors").read_bytes() == before
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
+    with pytest.raises(DataError, match=r"embedding.tokens.weight has shape \[300, 64\], expected \[301, 64\]"):
+        import_hugging_face(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    with pytest.raises(DataError, match="has no weight 'model.layers.3"):
+        import_hugging_face(folder)
+    with pytest.raises(DataError, match="no readable config.json"):
+        import_hugging_face(tmp_path)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(DataError, match="pickled .bin files are not read"):
+        import_hugging_face(folder)

@@ -1,0 +1,236 @@
+"""Shards as NxD and Megatron-DeepSpeed write them, made here from what each rank computes, come back whole.
+
+The makers below follow the layers' meaning, with loops over heads, so that they share no rule with the importers.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kit.convert.average import average_folders, average_models
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.megatron import import_megatron_deepspeed
+from kit.convert.names import to_theirs
+from kit.convert.neuron import import_nxd
+from kit.errors import ConfigError, DataError
+from kit.model import Decoder, build_decoder
+from kit.spec import ModelSpec
+
+
+def llama(num_kv_heads: int, **changes) -> Decoder:
+    spec = ModelSpec.llama(
+        name="tiny", num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=num_kv_heads, ffn_hidden_size=96,
+        vocab_size=64, sequence_length=16,
+    )  # fmt: skip
+    return randomised(spec.replace(**changes))
+
+
+def randomised(spec: ModelSpec) -> Decoder:
+    decoder = build_decoder(spec)
+    with torch.no_grad():
+        for number, parameter in enumerate(decoder.parameters()):
+            if parameter.ndim == 1:
+                parameter += torch.linspace(0.1, 0.2 + number / 100, len(parameter))
+    return decoder
+
+
+def assert_equal(found: Decoder, expected: Decoder) -> None:
+    theirs = dict(expected.named_parameters())
+    assert {name for name, _ in found.named_parameters()} == set(theirs)
+    different = [name for name, p in found.named_parameters() if not torch.equal(p, theirs[name])]
+    assert not different
+
+
+# NxD -------------------------------------------------------------------------------------------------------------
+
+
+def nxd_rank(decoder: Decoder, rank: int, tensor: int) -> dict[str, Tensor]:
+    """Returns what one tensor rank holds of the whole model."""
+    spec = decoder.spec
+    weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
+    copies = tensor // spec.num_kv_heads
+    mine: dict[str, Tensor] = {}
+
+    def cut(weight: Tensor, dim: int = 0) -> Tensor:
+        return weight.chunk(tensor, dim)[rank].clone()
+
+    for name, weight in weights.items():
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            mine[name] = cut(weight)
+        elif "norm" in name:
+            mine[name] = weight.clone()
+        elif name.endswith("down_proj.weight"):
+            mine[name] = cut(weight, 1)
+    for layer in range(spec.num_layers):
+        mlp, attention = f"model.layers.{layer}.mlp", f"model.layers.{layer}.self_attn"
+        mine[f"{mlp}.gate_up_proj.weight"] = torch.cat([cut(weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up")])
+        q, k, v, o = (weights[f"{attention}.{p}_proj.weight"] for p in "qkvo")
+        if spec.num_kv_heads == spec.num_heads:
+            mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
+            mine[f"{attention}.o_proj.weight"] = cut(o, 1)
+            continue
+        # This rank computes one key/value head and one of the blocks of query heads that belong to it.
+        kv_head, block = rank % spec.num_kv_heads, rank // spec.num_kv_heads
+        group = spec.num_heads // spec.num_kv_heads
+        first = kv_head * group + block * (group // copies)
+        heads = range(first, first + group // copies)
+        rows = [row for head in heads for row in range(head * size, (head + 1) * size)]
+        mine[f"{attention}.qkv_proj.weight_q"] = q[rows]
+        mine[f"{attention}.qkv_proj.weight_k"] = k[kv_head * size : (kv_head + 1) * size].clone()
+        mine[f"{attention}.qkv_proj.weight_v"] = v[kv_head * size : (kv_head + 1) * size].clone()
+        mine[f"{attention}.o_proj.weight"] = o[:, rows]
+    return mine
+
+
+def write_nxd(decoder: Decoder, folder: Path, tensor: int, pipeline: int) -> Path:
+    (folder / "model").mkdir(parents=True)
+    share = decoder.spec.num_layers // pipeline
+    for rank in range(tensor):
+        for stage in range(pipeline):
+            here = [f"model.layers.{i}." for i in range(stage * share, (stage + 1) * share)]
+            here += ["model.embed_tokens"] if stage == 0 else []
+            here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
+            state = {n: w for n, w in nxd_rank(decoder, rank, tensor).items() if n.startswith(tuple(here))}
+            torch.save(state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "tensor", "pipeline"),
+    [(2, 4, 1), (2, 4, 2), (2, 8, 1), (4, 8, 2), (2, 2, 1), (8, 2, 1), (8, 1, 4), (8, 4, 2)],
+)
+def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    decoder = llama(num_kv_heads)
+    folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline)
+    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    assert_equal(import_nxd(folder / "model", decoder.spec), decoder)
+
+
+def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    decoder = llama(2)
+    folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
+    with pytest.raises(DataError, match="feed_forward.gate.weight has shape .* does not hold tiny"):
+        import_nxd(folder, decoder.spec.replace(ffn_hidden_size=98))
+    with pytest.raises(DataError, match=r"has no weight 'model.layers.4.input_layernorm.weight'"):
+        import_nxd(folder, decoder.spec.replace(num_layers=5))
+    (folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").rename(tmp_path / "away.pt")
+    with pytest.raises(DataError, match="shards are missing: tp 2 pp 1"):
+        import_nxd(folder, decoder.spec)
+    with pytest.raises(DataError, match="has no dp_rank_00_tp_rank"):
+        import_nxd(tmp_path, decoder.spec)
+    with pytest.raises(ConfigError, match="not a Llama without biases"):
+        import_nxd(folder, decoder.spec.replace(bias=True))
+
+
+def test_pickled_code_is_refused(tmp_path: Path) -> None:
+    decoder = llama(8)
+    folder = write_nxd(decoder, tmp_path / "step_10", 1, 1)
+    torch.save({"model": Path("code")}, folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    with pytest.raises(DataError, match="cannot be read as tensors"):
+        import_nxd(folder, decoder.spec)
+    (folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").mkdir()
+    with pytest.raises(DataError, match="saved with use_xser"):
+        import_nxd(folder, decoder.spec)
+
+
+# Megatron-DeepSpeed ----------------------------------------------------------------------------------------------
+
+
+def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict[str, Tensor]:
+    """Returns what one tensor rank holds of a block."""
+    spec, size = decoder.spec, decoder.spec.head_size
+    weights = {
+        n.removeprefix(f"layers.{layer}."): w for n, w in decoder.state_dict().items() if f"layers.{layer}." in n
+    }
+    group = spec.num_heads // spec.num_kv_heads
+    mine: dict[str, Tensor] = {}
+    for kind in ("weight", "bias") if spec.bias else ("weight",):
+        fused = []
+        for head in range(spec.num_kv_heads):
+            if head * tensor // spec.num_kv_heads == rank:
+                for part, count in (("query", group), ("key", 1), ("value", 1)):
+                    fused.append(weights[f"attention.{part}.{kind}"][head * count * size : (head + 1) * count * size])
+        mine[f"self_attention.query_key_value.{kind}"] = torch.cat(fused)
+        up = weights[f"feed_forward.up.{kind}"].chunk(tensor)[rank]
+        gate = [weights[f"feed_forward.gate.{kind}"].chunk(tensor)[rank]] if spec.gated else []
+        mine[f"mlp.dense_h_to_4h.{kind}"] = torch.cat([*gate, up])
+        for ours, theirs in (("attention.output", "self_attention.dense"), ("feed_forward.down", "mlp.dense_4h_to_h")):
+            whole = weights[f"{ours}.{kind}"]
+            mine[f"{theirs}.{kind}"] = whole.chunk(tensor, 1)[rank].clone() if kind == "weight" else whole
+    for ours, theirs in (("attention_norm", "input_layernorm"), ("feed_forward_norm", "post_attention_layernorm")):
+        for kind in ("weight", "bias"):
+            if f"{ours}.{kind}" in weights:
+                mine[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
+    return {name: weight.clone() for name, weight in mine.items()}
+
+
+def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
+    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them: one without weights after the embedding."""
+    folder.mkdir(parents=True)
+    spec, weights = decoder.spec, decoder.state_dict()
+    for rank in range(tensor):
+        embedding = {"word_embeddings.weight": weights["embedding.tokens.weight"].chunk(tensor)[rank].clone()}
+        if spec.positions == "learned":
+            embedding["position_embeddings.weight"] = weights["embedding.positions.weight"]
+        layers = {first: embedding}
+        for layer in range(spec.num_layers):
+            layers[first + 2 + layer] = megatron_block(decoder, layer, rank, tensor)
+        last = first + 2 + spec.num_layers + 1
+        layers[last] = {name: weights[f"norm.{name}"] for name in ("weight", "bias") if f"norm.{name}" in weights}
+        output = {"lm_head.weight": weights["output.weight"].chunk(tensor)[rank].clone()}
+        layers[last + 1] = embedding if spec.tied_embeddings else output
+        for number, state in layers.items():
+            torch.save(state, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    return folder
+
+
+GPT = ModelSpec.gpt(name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=64, sequence_length=16)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_megatron_layers_of_a_gpt_come_back_whole(tensor: int, first: int, tmp_path: Path) -> None:
+    decoder = randomised(GPT)
+    folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
+    assert_equal(import_megatron_deepspeed(folder, GPT), decoder)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_megatron_layers_of_a_grouped_llama_come_back_whole(tensor: int, tmp_path: Path) -> None:
+    decoder = llama(2)
+    folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=1)
+    assert_equal(import_megatron_deepspeed(folder, decoder.spec), decoder)
+
+
+def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
+    with pytest.raises(DataError, match="has 3 blocks, but spec.num_layers is 4"):
+        import_megatron_deepspeed(folder, GPT.replace(num_layers=4))
+    with pytest.raises(DataError, match="embedding.tokens.weight has shape"):
+        import_megatron_deepspeed(folder, GPT.replace(vocab_size=60))
+    (folder / "layer_03-model_00-model_states.pt").unlink()
+    with pytest.raises(DataError, match=r"layer 3 has tensor ranks \[1\], expected 0 to 1"):
+        import_megatron_deepspeed(folder, GPT)
+    with pytest.raises(DataError, match="has no layer_XX"):
+        import_megatron_deepspeed(tmp_path, GPT)
+
+
+# Averages --------------------------------------------------------------------------------------------------------
+
+
+def test_the_average_is_the_mean_of_the_weights(tmp_path: Path) -> None:
+    decoders = [build_decoder(GPT, seed=seed) for seed in range(3)]
+    expected = [sum(p.double() for p in ps) / 3 for ps in zip(*(d.parameters() for d in decoders), strict=True)]
+    folders = [export_hugging_face(d, tmp_path / str(i)) for i, d in enumerate(decoders)]
+    found = import_hugging_face(average_folders(folders, tmp_path / "mean"))
+    for parameter, mean in zip(found.parameters(), expected, strict=True):
+        assert torch.equal(parameter, mean.float())
+
+
+def test_averages_of_nothing_or_of_two_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no checkpoint was given"):
+        average_models([])
+    with pytest.raises(ConfigError, match="not the same model"):
+        average_models([build_decoder(GPT), build_decoder(GPT.replace(num_layers=2))])

@@ -1,0 +1,62 @@
+"""`kit eval`: the command line's twin of `evaluate`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kit.__main__ import app
+from kit.errors import ConfigError
+from kit.evaluate import EvalReport, task_data
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def kit(*arguments: str) -> str:
+    found = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
+    return found.stdout
+
+
+def test_scores_are_printed_and_kept(run, mirror):
+    text = kit("eval", run.directory, "--tasks", "heldout,piqa", "--limit", "10", "--mirror", mirror)
+    assert text.startswith("run, step 3, 768 training tokens") and "partial: 10 of 30 items" in text
+    report = EvalReport.from_json(kit("eval", run.directory, "--tasks", "piqa", "--mirror", mirror, "--json"))
+    assert not report["piqa"].partial
+    assert (run.directory / "eval" / "step_00000003.json").exists()
+
+
+def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, mirror):
+    text = kit("eval", run.directory, "--suite", "hlat", "--limit", "4", "--mirror", mirror)
+    assert "measured here" in text and "Table II" in text and "Table V" in text
+    assert "not scored: truthfulqa_mc1 (0 shots): on the hub only" in text
+    assert "commonsense: piqa: partial: 4 of 30 items" in text
+
+
+def test_following_prints_a_line_for_each_checkpoint(run, mirror):
+    line = json.loads(kit("eval", run.directory, "--tasks", "piqa", "--follow", "--mirror", mirror, "--json"))
+    assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
+
+
+def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
+    monkeypatch.setattr(task_data, "build_mirror", task_data.read_manifest)
+    found = json.loads(kit("eval", "data", "--mirror", mirror, "--json"))
+    rows = {row["task"]: row for row in found["benchmarks"]}
+    assert rows["piqa"]["items"] == "30" and rows["piqa"]["licence"] == "AFL-3.0"
+    assert rows["truthfulqa_mc1"]["items"] == "not offline"
+    assert all(len(file["sha256"]) == 64 for file in found["files"])
+    assert "not offline" in kit("eval", "data", "--mirror", mirror)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--suite", "smkoe"), "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
+        (("--tasks", "piqua"), "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
+        (("--submit",), "--submit: only with --follow"),
+        (("--untrusted-code", "yes"), "untrusted_code: 'yes' is not allowed"),
+    ],
+)
+def test_a_wrong_request_is_refused(run, mirror, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        kit("eval", run.directory, "--mirror", mirror, *arguments)
+    assert not (run.directory / "eval").exists()

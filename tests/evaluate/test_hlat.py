@@ -1,0 +1,94 @@
+"""HLAT's tables as printed, and own scores beside them only where they are complete."""
+
+import pytest
+
+from kit.errors import ConfigError
+from kit.evaluate.benchmarks import SUITES
+from kit.evaluate.hlat import TABLES, compare, published_table
+from kit.evaluate.report import EvalReport, Metric, TaskScore
+
+
+def score(task: str, shots: int, values: dict[str, float], *, items: int = 100, samples: int = 1) -> TaskScore:
+    return TaskScore(
+        task=task, metrics=tuple(Metric(name=n, value=v, stderr=0.03) for n, v in values.items()), num_items=items,
+        total_items=100, num_fewshot=shots, num_samples=samples, task_version="1", harness_version="0.4.13", data=(),
+        seconds=1.0,
+    )  # fmt: skip
+
+
+def report(*scores: TaskScore) -> EvalReport:
+    return EvalReport(name="mine", tokenizer_sha256="00", scores=scores)
+
+
+def test_tables_hold_the_printed_numbers():
+    rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
+    assert len(rows) == 12 and rows["HLAT", "70B"]["mmlu"] == 65.1 and rows["HLAT", "7B"]["average"] == 44.6
+    assert "code_pass_10" not in rows["LLaMA-1", "65B"], "empty in the paper"
+    assert rows["HLAT", "7B"]["stderr"]["mmlu"] == 3.6
+    assert {row["sequence_length"] for row in published_table("I").rows} == {2048, 4096}
+    assert len(published_table("IV").rows) == 3 and len(published_table("V").rows) == 8
+    with pytest.raises(ConfigError, match="table: 'III' is unknown"):
+        published_table("III")
+
+
+def test_oddities_of_the_paper_are_shown_and_true():
+    """Each note can be checked against the numbers beside it."""
+    rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
+    assert rows["LLaMA-2", "13B"]["mmlu"] == rows["LLaMA-2", "7B"]["mmlu"]
+    weights = {"mmlu": 1, "commonsense": 6, "world_knowledge": 2, "reading": 1, "math": 1, "code_pass_1": 1}
+    for size, expected in (("70B", 60.9), ("7B", 47.1)):
+        row = rows["HLAT", size]
+        mean = sum(weight * row[name] for name, weight in weights.items()) / sum(weights.values())
+        assert round(mean, 1) == expected
+    swapped, right = published_table("IV").rows[-1], rows["HLAT", "70B"]
+    assert (swapped["reading"], swapped["commonsense"]) == (right["commonsense"], right["reading"])
+    for name in ("II", "IV"):
+        text = published_table(name).to_text()
+        assert all(note in text for note in published_table(name).notes)
+    assert "swapped" in published_table("IV")._repr_html_()
+
+
+def test_columns_are_those_of_the_suite():
+    columns = {request.column for request in SUITES["hlat"].tasks if request.column}
+    assert columns | {"code_pass_10", "average"} == {*TABLES["II"].columns, *TABLES["V"].columns}
+
+
+def test_a_column_is_the_mean_of_its_complete_data_sets():
+    names = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
+    scores = [score(name, 0, {"acc": 0.1, "acc_norm": 0.6}) for name in names]
+    found = compare(report(*scores, score("winogrande", 0, {"acc": 0.9})))
+    (own,) = found.own
+    assert own["commonsense"] == "65.0 ± 1.2"  # (5 x 60 + 90) / 6; 3 / sqrt(6)
+    assert own["mmlu"] == "" and "mine, mmlu: mmlu with 5 shots: not scored" in found.notes
+    assert found.texts()[0]["made"] == "measured here" and found.texts()[1]["made"] == "published"
+    assert own["average"] == ""
+    without = compare(report(*scores)).own[0]
+    assert without["commonsense"] == ""
+
+
+def test_a_part_of_the_items_or_other_shots_are_no_result():
+    found = compare(report(score("mmlu", 5, {"acc": 0.5}, items=20), score("boolq", 2, {"acc": 0.7})))
+    assert found.own[0]["mmlu"] == found.own[0]["reading"] == ""
+    assert "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items" in found.notes
+
+
+def test_tasks_over_the_same_data_are_alternatives():
+    exact = {"exact_match,flexible-extract": 0.25}
+    assert compare(report(score("gsm8k_cot", 8, exact))).own[0]["math"] == "25.0 ± 3.0"
+    both = report(score("gsm8k_cot", 8, exact), score("gsm8k", 8, {"exact_match,flexible-extract": 0.5}))
+    assert compare(both).own[0]["math"] == "50.0 ± 3.0"
+
+
+def test_programs_give_two_columns():
+    passed = {"pass@1,create_test": 0.1, "pass@10,create_test": 0.2}
+    (own,) = compare(report(score("humaneval", 0, passed, samples=20))).own
+    assert (own["code_pass_1"], own["code_pass_10"]) == ("10.0 ± 3.0", "20.0 ± 3.0")
+    assert compare(report(score("humaneval", 0, passed))).own[0]["code_pass_1"] == "", "one greedy program is another"
+
+
+def test_bias_and_truth_have_their_own_table():
+    found = compare([report(score("truthfulqa_mc1", 0, {"acc": 0.25}))], "V")
+    assert found.own[0]["truthfulqa_mc1"] == "25.0 ± 3.0"
+    assert "measured here" in found.to_text() and "published" in found._repr_html_()
+    with pytest.raises(ConfigError, match="'IV' cannot be compared with"):
+        compare(report(), "IV")

