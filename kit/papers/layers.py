@@ -21,7 +21,6 @@ published, a modelled line says how wrong the model is, and demo-scale points ne
 
 import csv
 import dataclasses
-import enum
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -39,17 +38,13 @@ WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 
 
-class Known(enum.Enum):
-    """How a number of a paper is known."""
+Known = Literal["read", "quoted", "derived", "remembered"]
+"""How a number of a paper is known.
 
-    READ = "read"
-    """In the paper or its authors' own code and logs."""
-    QUOTED = "quoted"
-    """In somebody else's account of the paper."""
-    DERIVED = "derived"
-    """Computed from numbers that were read; the note says how."""
-    REMEMBERED = "remembered"
-    """Not found in any source that could be checked: a hint, never drawn and never a test's yardstick."""
+read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it. derived: computed
+from numbers that were read; the note says how. remembered: not found in any source that could be checked, so a hint,
+never drawn and never a test's yardstick.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +54,9 @@ class Fact(Record):
     series: str = field_doc("what the number is one of")
     x: str = field_doc("which one: a number on the axis, or a name")
     value: str = field_doc("as a number, or a word")
-    unit: str = field_doc("of the value")
     known: Known = field_doc("how")
     source: str = field_doc("that anyone can look up")
+    unit: str = field_doc("of the value", default="")
     note: str = field_doc("what to know about it", default="")
 
     @property
@@ -91,7 +86,7 @@ class Facts:
             )
         with file.open(newline="", encoding="utf-8") as stream:
             for line, row in enumerate(csv.DictReader(stream), start=2):
-                found.append(Fact.from_dict({k: v for k, v in row.items() if v or k == "x"}, f"{file.name}:{line}"))
+                found.append(Fact.from_dict({k: v for k, v in row.items() if v}, f"{file.name}:{line}"))
         return cls(name=name, facts=tuple(found))
 
     def __getitem__(self, series: str) -> tuple[Fact, ...]:
@@ -113,7 +108,7 @@ class Facts:
         return found[0].number
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
     """Points of one kind: published (hollow, grey), modelled (a line with its interval) or measured (filled)."""
 
@@ -147,14 +142,14 @@ class Layer:
         """
         facts = [next(fact for fact in facts if fact.x == name) for name in names] if names else list(facts)
         for fact in facts:
-            if fact.known is Known.REMEMBERED:
+            if fact.known == "remembered":
                 raise ConfigError(f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as published.")
         try:
             x, names = np.array([float(fact.x) for fact in facts]), ()
         except ValueError:
             x, names = np.arange(float(len(facts))), tuple(fact.x for fact in facts)
         y = scale * np.array([fact.number for fact in facts])
-        how = {fact.known.value for fact in facts} - {"read"}
+        how = {fact.known for fact in facts} - {"read"}
         sources = "; ".join(dict.fromkeys(fact.source for fact in facts))
         source = f"{sources} ({', '.join(sorted(how))})" if how else sources
         empty = np.full(len(x), math.nan)

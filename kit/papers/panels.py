@@ -13,6 +13,8 @@ from kit.pictures import Rows
 
 COLOURS = (BLUE, VERMILION, GREEN, "#9A4A78", "#8A7A00", "#555555")
 MARKERS = "osD^vP"
+BESIDE = 0.14
+"""Distance between layers at a place that is only a name."""
 CHARACTERS_PER_INCH = 19.5
 """Of a caption: 7.2 pt sans."""
 
@@ -26,23 +28,25 @@ def draw(axis: Any, layers: Sequence[Layer], *, colours: Sequence[str] = COLOURS
     kinds = {layer.scale for layer in layers if layer.kind != "modelled"}
     if "demo" in kinds and len(kinds) > 1:
         raise ConfigError("draw: demo scale and a paper's or a cluster's numbers do not belong in one panel. Use two.")
-    number = 0
+    solid = [layer for layer in layers if layer.kind != "published"]
+    hollow = [layer for layer in layers if layer.kind == "published"]
     for layer in layers:
         if layer.kind == "published":
-            axis.plot(layer.x, layer.y, "o", color=GREY, markerfacecolor="white", markersize=7, markeredgewidth=1.4,
-                      zorder=5, label=layer.label)  # fmt: skip
+            axis.plot(layer.x, layer.y, MARKERS[hollow.index(layer)], color=GREY, markerfacecolor="white",
+                      markersize=7, markeredgewidth=1.4, zorder=5, label=layer.label)  # fmt: skip
             continue
+        number = solid.index(layer)
         colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
-        number += 1
-        if layer.kind == "modelled":
+        joined = layer.joined if layer.kind == "measured" else not layer.names
+        if layer.kind == "modelled" and joined:
             axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker, markersize=3)
             if np.isfinite(layer.low).any():
                 axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.15, linewidth=0)
-        else:
-            spread = np.stack([layer.y - layer.low, layer.high - layer.y])
-            fmt = f"{marker}-" if layer.joined else marker
-            axis.errorbar(layer.x, layer.y, yerr=spread, fmt=fmt, color=colour, capsize=2, markersize=5,
-                          label=layer.label, zorder=4)  # fmt: skip
+            continue
+        beside = BESIDE * (number + 1) if layer.names else 0.0
+        spread = np.stack([layer.y - layer.low, layer.high - layer.y])
+        axis.errorbar(layer.x + beside, layer.y, yerr=spread, fmt=f"{marker}-" if joined else marker, color=colour,
+                      capsize=2, markersize=5, label=layer.label, zorder=4)  # fmt: skip
     if "demo" in kinds:
         mark_demo_scale(axis)
 
@@ -76,32 +80,30 @@ def caption(figure: Any) -> str:
     return figure.get_supxlabel().replace("\n", " ")
 
 
-def table_figure(plt: Any, rows: Rows, *, widths: Sequence[float] | None = None, size: float = 8) -> tuple[Any, Any]:
+def table_figure(plt: Any, rows: Rows, *, size: float = 8) -> tuple[Any, Any]:
     """Returns (figure, axis) of a table drawn as a picture, for what a paper prints as one.
 
     Args:
         plt: from `figure_style`.
         rows: all with the same keys; values are shown as they are.
-        widths: of the columns, relative; default: by their longest text.
         size: of the text in points.
     """
     columns = list(rows[0])
     cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
-    longest = [max(len(text) for text in (name, *(line[i] for line in cells))) for i, name in enumerate(columns)]
-    shares = np.array(widths or longest, dtype=float)
-    figure, axis = plt.subplots(figsize=(min(9.0, 0.072 * size / 8 * sum(longest) + 0.12 * len(columns)),
-                                         0.26 * (len(rows) + 1) + 0.1))  # fmt: skip
+    longest = [max(len(text) for text in (name, *(line[i] for line in cells))) + 2 for i, name in enumerate(columns)]
+    is_text = [not all(line[i][:1].isdigit() or line[i] in ("", "-") for line in cells) for i in range(len(columns))]
+    figure, axis = plt.subplots(figsize=(0.0077 * size * sum(longest), 0.032 * size * (len(rows) + 1)))
     axis.set_axis_off()
-    drawn = axis.table(cellText=cells, colLabels=columns, colWidths=list(shares / shares.sum()), cellLoc="right",
+    drawn = axis.table(cellText=cells, colLabels=columns, colWidths=[n / sum(longest) for n in longest],
                        bbox=(0, 0, 1, 1))  # fmt: skip
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(size)
     for (line, column), cell in drawn.get_celld().items():
         cell.visible_edges = "B" if line == 0 else ""
         cell.set_edgecolor(GREY)
-        if column == 0:
-            cell.set_text_props(ha="left")
-            cell._loc = "left"  # matplotlib has no public name for one column's alignment
+        cell.set_text_props(ha="left" if is_text[column] else "right")
+        cell._loc = "left" if is_text[column] else "right"  # matplotlib has no public name for one column's side
+        cell.PAD = 0.6 / longest[column]
         if line == 0:
             cell.set_text_props(weight="bold", color="#333333")
         elif line % 2 == 0:

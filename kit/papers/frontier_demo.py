@@ -1,0 +1,115 @@
+"""The Frontier study at demo scale: a few short runs of real processes on this machine, kept and used again.
+
+All runs use two processes, so that both cores are busy and a larger degree is compared with two replicas, not with one
+process that has the machine to itself; only the scaling figure looks at one.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError
+from kit.estimate.objectives import MeasuredRate, plan_of
+from kit.estimate.tune import Trials, tune
+from kit.papers.layers import WARM_UP, opened, scale_of, tokens_per_s_and_device
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+MODEL = ModelSpec.gpt(
+    name="gpt-demo", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256
+)  # fmt: skip
+STEPS = 8
+MICROBATCHES = 4
+"""Of a replica, wherever their number is not what changes."""
+SPACE: dict[str, tuple] = {
+    "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "micro_batch_size": (1, 2), "num_microbatches": (2, 4),
+    "num_nodes": (2,),
+}  # fmt: skip
+"""Of the hyperparameter search on this machine; TP 2 with PP 2 needs four devices of the two and fails."""
+QUIET_LOAD = 1.0
+"""More than this many other processes at work, and measured relations mean little."""
+
+
+def study() -> list[dict[str, int]]:
+    """Returns the parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
+    replicas = [{"num_microbatches": count} for count in (MICROBATCHES // 2, MICROBATCHES)]
+    pipelines = [{"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)]
+    others = [{"tensor_parallel": 2, "num_microbatches": MICROBATCHES}]
+    alone = [{"num_nodes": 1, "num_microbatches": MICROBATCHES}]
+    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
+    return [base | changes for changes in (*replicas, *pipelines, *others, *alone)]
+
+
+def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
+    """Returns what runs the demo model with given parameters in a folder below `directory`, once."""
+    recipe = Recipe(data=str(data), num_steps=STEPS)
+    return MeasuredRate(spec=MODEL, recipe=recipe, directory=Path(directory), num_devices=1)
+
+
+def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
+    """Returns the runs of the study; those that are not in `directory` yet are made, about eight seconds each.
+
+    Args:
+        directory: folder of the run directories.
+        data: dataset made by `kit data build` with a vocabulary of at most 4,096.
+
+    Raises:
+        TrialFailure: a run failed.
+    """
+    rate = objective(directory, data)
+    for parameters in study():
+        rate(parameters)
+    return opened([directory])
+
+
+def demo_search(directory: str | Path, data: str | Path, num_trials: int = 10) -> Trials:
+    """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
+    return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / "search.json")
+
+
+def other_load() -> float:
+    """Returns how many processes are at work on this machine, this one not counted."""
+    return max(0.0, os.getloadavg()[0] - 1)
+
+
+def select(runs: Iterable[Run | str | Path], **fields: Any) -> list[Run]:
+    """Returns what belongs in a panel: all runs of clusters, and those demo-scale runs whose plans have these fields.
+
+    Args:
+        runs: run directories.
+        fields: of Plan, or its properties; a tuple allows several values.
+    """
+    found = []
+    for run in opened(runs):
+        values = {name: getattr(run.plan, name) for name in fields}
+        fits = all(values[n] in v if isinstance(v, tuple) else values[n] == v for n, v in fields.items())
+        if scale_of(run) == "cluster" or fits:
+            found.append(run)
+    return found
+
+
+def median_rate(runs: Sequence[Run], **fields: Any) -> tuple[float, float, float]:
+    """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run with these fields."""
+    chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
+    if len(chosen) != 1:
+        return math.nan, math.nan, math.nan
+    low, middle, high = np.quantile(tokens_per_s_and_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
+    return float(middle), float(low), float(high)
+
+
+def search_size() -> tuple[int, int]:
+    """Returns (choices of SPACE, those of them that are a plan)."""
+    valid = 0
+    for choice in itertools.product(*SPACE.values()):
+        try:
+            plan_of(dict(zip(SPACE, choice, strict=True)), devices_per_node=1)
+        except ConfigError:
+            continue
+        valid += 1
+    return len(list(itertools.product(*SPACE.values()))), valid
