@@ -141,8 +141,12 @@ def misses(published_layer: Layer, modelled: Layer) -> str:
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
         place = int(np.argmin(np.abs(modelled.x - x)))
         if not modelled.low[place] <= y <= modelled.high[place]:
-            texts.append(f"{name}: published {y:.4g}, modelled {modelled.y[place]:.4g} "
-                         f"({modelled.low[place]:.4g} to {modelled.high[place]:.4g})")  # fmt: skip
+            low, middle, high = (_short(each[place]) for each in (modelled.low, modelled.y, modelled.high))
+            texts.append(f"{name}: published {_short(y)}, modelled {middle} ({low} to {high})")
     if not texts:
         return "All published points lie inside the model's interval."
     return f"The model misses {len(texts)} of {len(names)} published points: {'; '.join(texts)}."
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -193,10 +193,11 @@ def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Laye
               "demo": ("tokens/s per core", "processes"), "cluster": ("tokens/s per device", "devices")}  # fmt: skip
     axis.set(title=titles[name][0], xlabel=titles[name][1])
     if name == "batch":
-        for y, text in zip(published.y, ("175B, paper", "1T, paper"), strict=True):
+        for y in published.y:
             axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-            axis.annotate(f"{text} {y:.0f}", (0.98, y - 1), xycoords=("axes fraction", "data"), ha="right", va="top",
-                          fontsize=7, color=GREY)  # fmt: skip
+        text = "paper, batch unknown: " + " and ".join(f"{y:.0f}" for y in published.y)
+        axis.annotate(text, (0.98, min(published.y) - 1.5), xycoords=("axes fraction", "data"), ha="right", va="top",
+                      fontsize=7, color=GREY)  # fmt: skip
 
 
 def _scaling_text(kind: str, published: Layer, lines: list[Layer]) -> str:
@@ -211,4 +212,12 @@ def _scaling_text(kind: str, published: Layer, lines: list[Layer]) -> str:
         inside = line.low[-1] <= y <= line.high[-1]
         told.append(f"{name} {y:.0f} % published, {line.y[-1]:.1f} % ({line.low[-1]:.1f} to {line.high[-1]:.1f}) "
                     f"modelled: {'inside' if inside else 'MISSED, outside'} the interval")  # fmt: skip
-    return f"{setting} {'; '.join(told)}."
+    return f"{setting} {'; '.join(told)}.{_matching_batch(published) if kind == 'strong' else ''}"
+
+
+def _matching_batch(published: Layer) -> str:
+    """Returns a sentence with the batches at which the model gives the paper's numbers."""
+    batches = [
+        float(np.interp(y, layer.y, layer.x)) for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
+    ]
+    return f" The model gives them at {batches[0]:,.0f} and {batches[1]:,.0f} sequences a step."
