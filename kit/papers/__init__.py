@@ -37,7 +37,36 @@ class PaperFigure:
         return function(runs)
 
 
-FRONTIER: dict[str, PaperFigure] = {}
+FRONTIER = {
+    f"frontier-{name}": PaperFigure(function=f"frontier_{function}_figure", title=title)
+    for name, function, title in (
+        ("memory", "memory:memory", "memory by model size and convention"),
+        ("stage-memory", "memory:stage_memory", "memory along the pipeline against the logs of Frontier and LUMI"),
+        ("tensor-parallel", "throughput:tensor_parallel", "throughput against tensor parallelism"),
+        ("micro-batches", "throughput:microbatch", "throughput against micro-batches: the bubble"),
+        ("pipeline", "throughput:pipeline", "throughput against stages: batch fixed, micro-batches per stage fixed"),
+        ("observations", "observations:observations", "the four observations as relations"),
+        ("roofline", "kernels:roofline", "roofline of a GCD"),
+        ("flash-attention", "kernels:flash_attention", "what fused attention changes"),
+        ("search", "search:search", "trials of the hyperparameter search"),
+        ("sensitivity", "search:sensitivity", "what mattered in the search"),
+        ("recipes", "recipes:recipes", "the recipes of 22B, 175B and 1T"),
+        ("throughput", "scaling:throughput", "22B, 175B and 1T in per cent of peak, HFU and MFU"),
+        ("weak-scaling", "scaling:weak_scaling", "weak scaling to 1,024 and 3,072 GCDs"),
+        ("strong-scaling", "scaling:strong_scaling", "strong scaling to 1,024 and 3,072 GCDs"),
+        ("cost", "recipes:cost", "time, device-hours and GCDs for 1T parameters on 20T tokens"),
+    )
+}
+FRONTIER_NOT_DRAWN = {
+    "the points of the paper's curves": "No stored copy of the paper's text or figures could be read: only its "
+    "abstract, its authors' code and logs, and others' accounts.",
+    "node diagram (figure 5)": "A drawing of Frontier's node, no data; its numbers are in the site file `frontier`.",
+    "diagrams of the parallel strategies (section II)": "Drawings, no data; 01_build_the_model draws the kit's own.",
+    "SHAP ranking of the paper's trials": "The order is remembered only; the ranking drawn is that of the kit's search.",
+    "trials and failures of the paper's own search": "Their numbers, values and best layout were not found.",
+    "training loss": "The paper is a throughput study; no model was trained to convergence.",
+}
+"""Figures and tables of the paper that are not here, and why."""
 HLAT: dict[str, PaperFigure] = {}
 FIGURES = FRONTIER | HLAT
 """By name, as `kit figure` takes it."""

@@ -7,7 +7,6 @@ process that has the machine to itself; only the scaling figure looks at one.
 import itertools
 import math
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from kit.errors import ConfigError
 from kit.estimate.objectives import MeasuredRate, plan_of
 from kit.estimate.tune import Trials, tune
-from kit.papers.layers import WARM_UP, opened, scale_of, tokens_per_s_and_device
+from kit.papers.layers import WARM_UP, Runs, opened, scale_of, tokens_per_s_and_device
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -32,6 +31,8 @@ SPACE: dict[str, tuple] = {
     "num_nodes": (2,),
 }  # fmt: skip
 """Of the hyperparameter search on this machine; TP 2 with PP 2 needs four devices of the two and fails."""
+SEARCH = "search.json"
+"""Where `demo_search` keeps its trials, beside the runs."""
 QUIET_LOAD = 1.0
 """More than this many other processes at work, and measured relations mean little."""
 
@@ -70,7 +71,7 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 
 def demo_search(directory: str | Path, data: str | Path, num_trials: int = 10) -> Trials:
     """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
-    return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / "search.json")
+    return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / SEARCH)
 
 
 def other_load() -> float:
@@ -78,7 +79,7 @@ def other_load() -> float:
     return max(0.0, os.getloadavg()[0] - 1)
 
 
-def select(runs: Iterable[Run | str | Path], **fields: Any) -> list[Run]:
+def select(runs: Runs, **fields: Any) -> list[Run]:
     """Returns what belongs in a panel: all runs of clusters, and those demo-scale runs whose plans have these fields.
 
     Args:
@@ -94,7 +95,7 @@ def select(runs: Iterable[Run | str | Path], **fields: Any) -> list[Run]:
     return found
 
 
-def median_rate(runs: Sequence[Run], **fields: Any) -> tuple[float, float, float]:
+def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
     """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run with these fields."""
     chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:

@@ -1,7 +1,5 @@
 """Frontier: where its layers stand under the roofline of a GCD, and what fused attention changes."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,15 +19,13 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import recipe_plan
-from kit.papers.layers import Layer, measured, table
+from kit.papers.layers import Layer, Runs, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
 from kit.plan import Plan
-from kit.run import Run
 from kit.spec import ModelSpec
 
-Runs = Sequence[Run | str | Path]
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_PER_STEP = 640 * 2048
 
@@ -70,15 +66,18 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         figure, axis = plt.subplots(figsize=(5.8, 4.1))
         ridge = _draw_roof(axis)
         draw(axis, layers)
-        for name, offset, x, y in zip(MODELS, ((9, 12), (-36, -4), (8, -15)), fused.x, layers[0].y, strict=True):
+        for name, offset, x, y in zip(MODELS, ((9, 12), (-42, -24), (8, -15)), fused.x, layers[0].y, strict=True):
             axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color="#444444",
                           arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5})  # fmt: skip
+        for name, x, y in zip(MODELS, written.x, written.low, strict=True):
+            axis.annotate(name, (x, y), xytext=(0, -11), textcoords="offset points", fontsize=8, ha="center",
+                          color="#444444")  # fmt: skip
         axis.set(xscale="log", yscale="log", xlim=(30, 3000), ylim=(20, 260), xlabel="FLOP per byte moved, one layer",
                  ylabel="TFLOP/s of a GCD", title="Roofline of half an MI250X")  # fmt: skip
         plain_ticks(axis)
         axis.legend(loc="lower right")
         text = (
-            f"Left to right among equal marks by intensity. All stand right of the ridge ({ridge:.0f} FLOP per byte): "
+            f"All stand right of the ridge ({ridge:.0f} FLOP per byte): "
             f"bound by computation, not by memory; that the paper says so too is remembered only. Intensities are "
             f"counted from shapes."
         )

@@ -1,8 +1,6 @@
 """Frontier: memory by model size, and device by device along the pipeline against the logs of Frontier and LUMI."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,12 @@ from kit.estimate.layouts import Layouts
 from kit.estimate.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
 from kit.estimate.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
-from kit.papers.layers import Layer, measured, table
+from kit.papers.layers import Layer, Runs, measured, table
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
 from kit.run import Run
 from kit.spec import ModelSpec
 
-Runs = Sequence[Run | str | Path]
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 NO_MOMENTS = Convention(
     name="fp16 weight, fp16 gradient, fp32 copy, no Adam moments yet", weights=2, gradients=2, optimizer=4

@@ -1,21 +1,17 @@
 """Frontier, section III: its four observations as relations, on the model with the interval and on demo-scale runs."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kit.papers.frontier_demo import MICROBATCHES, median_rate
 from kit.papers.frontier_model import facts, hfu_percent, layouts_of, model_error, ratio_interval, step_draws
 from kit.papers.frontier_throughput import MODEL, STAGES, microbatch_plans, pipeline_plans, tensor_plans
-from kit.papers.layers import Layer, measured, opened, tokens_per_s_and_device
+from kit.papers.layers import Layer, Runs, measured, opened, tokens_per_s_and_device
 from kit.papers.panels import finish, table_figure
 from kit.papers.relations import Relation
 from kit.pictures import Rows, figure_style
-from kit.run import Run
 from kit.spec import ModelSpec
 
-Runs = Sequence[Run | str | Path]
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 
 

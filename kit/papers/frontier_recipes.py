@@ -1,7 +1,5 @@
 """Frontier: the recipes of the three sizes, and what training 1T parameters on 20T tokens takes."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,13 +11,12 @@ from kit.estimate.memory import memory
 from kit.estimate.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, calibration, facts, layouts_of, misses, model_error, throughput_layer
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
-from kit.papers.layers import Layer, hfu_percent, measured, opened, scale_of, table
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
 from kit.papers.panels import draw, finish, table_figure
 from kit.pictures import Rows, figure_style
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
 
-Runs = Sequence[Run | str | Path]
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 DAY = 86_400.0

@@ -1,7 +1,5 @@
 """Frontier, section V: throughput of the three sizes, and weak and strong scaling to 1,024 and 3,072 GCDs."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +19,13 @@ from kit.papers.frontier_model import (
     step_draws,
     throughput_layer,
 )
-from kit.papers.layers import Layer, hfu_percent, measured, table, tokens_per_s_and_device
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, table, tokens_per_s_and_device
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
 
-Runs = Sequence[Run | str | Path]
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 STRONG_BATCH = 8064
 """Sequences. The paper's 8,000 is remembered only; this is the next number that 6 and 16 replicas divide."""

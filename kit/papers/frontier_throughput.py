@@ -5,7 +5,6 @@ relations on the model, with the interval, and on demo-scale runs of this machin
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,13 @@ from kit.papers.frontier_model import (
     paper_plan,
     throughput_layer,
 )
-from kit.papers.layers import Layer, measured, table, tokens_per_s_and_device
+from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_device
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
 from kit.plan import Plan
-from kit.run import Run
 from kit.spec import ModelSpec
 
-Runs = Sequence[Run | str | Path]
 MODEL = "gpt-22b"
 TENSOR = (1, 2, 4, 8, 16)
 STAGES = (4, 6, 8, 12, 16, 24)

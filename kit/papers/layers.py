@@ -5,7 +5,7 @@ panel with `draw(axis, layers)` and ends with `finish(figure, text, layers)`, bo
 `table(layers)`, or rows of its own, each with a key `layer`:
 
     facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
-    def loss_figure(runs: Sequence[Run | str | Path] = ()) -> tuple[Any, Rows]:
+    def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey markers
                   Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
                   *measured(runs, x=tokens, y=final_loss)]                       # filled markers, demo scale marked
@@ -33,6 +33,8 @@ from kit.monitor.runs import find_runs
 from kit.pictures import Rows
 from kit.run import Run
 
+Runs = Sequence[Run | str | Path]
+"""Runs, run directories, or folders of them."""
 DATA = Path(__file__).parent / "data"
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
@@ -199,7 +201,7 @@ def table(layers: Iterable[Layer], **columns: Any) -> Rows:
 # Runs of your own, and of this machine ------------------------------------------------------------------------------
 
 
-def opened(runs: Iterable[Run | str | Path]) -> list[Run]:
+def opened(runs: Runs) -> list[Run]:
     """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import` made into one.
 
     Args:
@@ -226,7 +228,7 @@ def scale_of(run: Run) -> Literal["cluster", "demo"]:
 
 
 def measured(
-    runs: Iterable[Run | str | Path],
+    runs: Runs,
     *,
     x: Callable[[Run], float],
     y: Callable[[Run], np.ndarray],
