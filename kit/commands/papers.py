@@ -31,5 +31,6 @@ def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json
     drawn, rows = paper_figure(name).draw(runs)
     file = out or Path(f"{name}.png")
     drawn.savefig(file, bbox_inches="tight")
-    write_atomic(file.with_suffix(".json"), json.dumps(rows, indent=1) + "\n")
-    print(json.dumps(rows) if as_json else file)
+    known = [{name: None if value != value else value for name, value in row.items()} for row in rows]  # NaN: no JSON
+    write_atomic(file.with_suffix(".json"), json.dumps(known, indent=1) + "\n")
+    print(json.dumps(known) if as_json else file)

@@ -62,7 +62,7 @@ FRONTIER_NOT_DRAWN = {
     "abstract, its authors' code and logs, and others' accounts.",
     "node diagram (figure 5)": "A drawing of Frontier's node, no data; its numbers are in the site file `frontier`.",
     "diagrams of the parallel strategies (section II)": "Drawings, no data; 01_build_the_model draws the kit's own.",
-    "SHAP ranking of the paper's trials": "The order is remembered only; the ranking drawn is that of the kit's search.",
+    "SHAP ranking of the paper's trials": "The order is remembered only; the one drawn is that of the kit's search.",
     "trials and failures of the paper's own search": "Their numbers, values and best layout were not found.",
     "training loss": "The paper is a throughput study; no model was trained to convergence.",
 }

@@ -5,6 +5,7 @@ process that has the machine to itself; only the scaling figure looks at one.
 """
 
 import itertools
+import json
 import math
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import write_atomic
 from kit.errors import ConfigError
 from kit.estimate.objectives import MeasuredRate, plan_of
 from kit.estimate.tune import Trials, tune
@@ -33,8 +35,10 @@ SPACE: dict[str, tuple] = {
 """Of the hyperparameter search on this machine; TP 2 with PP 2 needs four devices of the two and fails."""
 SEARCH = "search.json"
 """Where `demo_search` keeps its trials, beside the runs."""
-QUIET_LOAD = 1.0
-"""More than this many other processes at work, and measured relations mean little."""
+LOAD = "load.json"
+"""How busy the machine was before the first of the runs."""
+QUIET_LOAD = 1.5
+"""Processes at work besides; with more, measured relations mean little."""
 
 
 def study() -> list[dict[str, int]]:
@@ -64,6 +68,8 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
         TrialFailure: a run failed.
     """
     rate = objective(directory, data)
+    if not (Path(directory) / LOAD).exists():
+        write_atomic(Path(directory) / LOAD, json.dumps({"load": os.getloadavg()[0]}) + "\n")
     for parameters in study():
         rate(parameters)
     return opened([directory])
@@ -74,9 +80,9 @@ def demo_search(directory: str | Path, data: str | Path, num_trials: int = 10) -
     return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / SEARCH)
 
 
-def other_load() -> float:
-    """Returns how many processes are at work on this machine, this one not counted."""
-    return max(0.0, os.getloadavg()[0] - 1)
+def was_quiet(directory: str | Path) -> bool:
+    """Returns whether the machine had little else to do when the study in a folder began."""
+    return json.loads((Path(directory) / LOAD).read_text())["load"] < QUIET_LOAD
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:

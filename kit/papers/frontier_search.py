@@ -23,15 +23,18 @@ from kit.papers.panels import finish, mark_demo_scale
 from kit.pictures import Rows, figure_style
 from kit.spec import FlopBasis, ModelSpec
 
-NUM_TRIALS = 40
+NUM_TRIALS = 60
 SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
     "1.4B": ("gpt-1.4b", {
         "tensor_parallel": (1, 2, 4, 8), "pipeline_parallel": (1, 2, 4, 8), "micro_batch_size": tuple(range(10, 21)),
         "num_microbatches": (10,), "num_nodes": (4,),
     }),
-    "175B": ("gpt-175b", FRONTIER_SPACE),
+    "175B": ("gpt-175b", {
+        "tensor_parallel": (2, 4, 8), "pipeline_parallel": (4, 8, 12, 16), "micro_batch_size": (1, 2, 4, 6, 8, 12),
+        "num_microbatches": (5, 10, 25, 50), "zero_stage": (0, 1), "num_nodes": (12, 16, 24),
+    }),
 }  # fmt: skip
-"""1.4B: the space of the authors' released driver, read. 175B: that of the paper's study, remembered only."""
+"""1.4B: the space of the authors' released driver, read. 175B: our own, since that of the paper is remembered only."""
 
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -48,7 +51,7 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                                     sharex="col")  # fmt: skip
         for (axis, below), (name, layers) in zip(axes.T, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])
-            space = "released driver's space" if name == "1.4B" else "space remembered"
+            space = "released driver's space" if name == "1.4B" else "our space"
             axis.set(title=f"{name}, {space}: TFLOP/s per GCD")
         for (axis, below), layers, trials in zip(axes.T[len(panels) :], demo, demo_searches(runs), strict=True):
             _draw(axis, below, layers, trials)
@@ -70,7 +73,7 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for axis, (title, [layer]) in zip(axes[0], panels.items(), strict=True):
             colour = VERMILION if layer.kind == "measured" else BLUE
             bars = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
-            axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=7.5)
+            axis.bar_label(bars, fmt="%.4g", padding=3, fontsize=7.5)
             axis.set_yticks(range(len(layer.y)), [name.replace("_", " ") for name in layer.names])
             axis.set(title=title, xlim=(0, 1.25 * max(layer.y.max(), 1e-9)))
             axis.invert_yaxis()
@@ -78,8 +81,8 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             if layer.scale == "demo":
                 mark_demo_scale(axis)
         text = (
-            "Mean size of each parameter's exact Shapley value over the trials; a failed trial counts as the worst that "
-            "succeeded. The paper's own ranking is remembered only, so it is not drawn."
+            "Mean size of each parameter's exact Shapley value over the trials; a failed trial counts as the worst "
+            "that succeeded. The paper's own ranking is remembered only, so it is not drawn."
         )
         everything = [layer for layers in panels.values() for layer in layers]
         finish(figure, text, everything)
@@ -147,7 +150,7 @@ def _demo_importance(trials: Trials) -> Layer:
 
 
 def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float) -> Layer:
-    shown = {name: unit * size for name, size in importance.items() if size > 0}
+    shown = {name: unit * size for name, size in importance.items() if size > 1e-9}
     x, y = np.arange(float(len(shown))), np.array(list(shown.values()))
     empty = np.full(len(shown), np.nan)
     source = model_error() if kind == "modelled" else "this machine, demo scale; a random forest fitted to the trials"
@@ -184,11 +187,13 @@ def _search_text() -> str:
     told = []
     for name in SPACES:
         trials, grid = _search(name)
-        told.append(f"{name}: {np.isfinite(grid).sum()} of {grid.size} layouts fit, the search reached "
+        told.append(f"{name}: {np.isfinite(grid).sum()} of {grid.size:,} layouts fit, the search reached "
                     f"{np.nanmax(trials.values) / np.nanmax(grid):.0%} of the best")  # fmt: skip
+    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
     sampler = _search("1.4B")[0].sampler
     return (
         f"A search as the paper did it ({sampler} here; the authors used DeepHyper's CBO); out of memory and layouts "
-        f"that do not divide are failures. {'; '.join(told)}. The first ten trials are random. How many of the paper's "
-        f"trials failed, and its best layout, could not be read."
+        f"that do not divide are failures. {'; '.join(told)}. The first ten trials are random. In the space that is "
+        f"remembered of the paper, {remembered.sum()} of {remembered.size:,} fit. How many of the paper's trials "
+        f"failed, and its best layout, could not be read."
     )
