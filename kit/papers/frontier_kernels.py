@@ -66,7 +66,7 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         figure, axis = plt.subplots(figsize=(5.8, 4.1))
         ridge = _draw_roof(axis)
         draw(axis, layers)
-        for name, offset, x, y in zip(MODELS, ((9, 12), (-42, -24), (8, -15)), fused.x, layers[0].y, strict=True):
+        for name, offset, x, y in zip(MODELS, ((9, 16), (-34, 22), (8, -15)), fused.x, layers[0].y, strict=True):
             axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color="#444444",
                           arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5})  # fmt: skip
         for name, x, y in zip(MODELS, written.x, written.low, strict=True):

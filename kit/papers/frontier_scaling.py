@@ -192,7 +192,7 @@ def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Laye
     if name == "batch":
         for y in published.y:
             axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        text = "paper, batch unknown: " + " and ".join(f"{y:.0f}" for y in published.y)
+        text = "paper: " + " and ".join(f"{y:.0f}" for y in published.y)
         axis.annotate(text, (0.98, min(published.y) - 1.5), xycoords=("axes fraction", "data"), ha="right", va="top",
                       fontsize=7, color=GREY)  # fmt: skip
 

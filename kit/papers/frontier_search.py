@@ -19,7 +19,7 @@ from kit.monitor.figure import BLUE, VERMILION
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
 from kit.papers.layers import Layer, Runs, table
-from kit.papers.panels import finish, mark_demo_scale
+from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
 from kit.pictures import Rows, figure_style
 from kit.spec import FlopBasis, ModelSpec
 
@@ -51,12 +51,11 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                                     sharex="col")  # fmt: skip
         for (axis, below), (name, layers) in zip(axes.T, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])
-            space = "released driver's space" if name == "1.4B" else "our space"
-            axis.set(title=f"{name}, {space}: TFLOP/s per GCD")
+            axis.set(title=f"{name}, {'driver' if name == '1.4B' else 'our'} space: TFLOP/s")
         for (axis, below), layers, trials in zip(axes.T[len(panels) :], demo, demo_searches(runs), strict=True):
             _draw(axis, below, layers, trials)
             mark_demo_scale(axis)
-            axis.set(title="real runs here: tokens/s")
+            axis.set(title="here, real runs: tokens/s")
         everything = [layer for layers in (*panels.values(), *demo) for layer in layers]
         finish(figure, _search_text(), everything)
     rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
@@ -71,7 +70,7 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     with figure_style() as plt:
         figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.4 * len(panels)), 2.9), squeeze=False)
         for axis, (title, [layer]) in zip(axes[0], panels.items(), strict=True):
-            colour = VERMILION if layer.kind == "measured" else BLUE
+            colour = DEMO_COLOURS[0] if layer.kind == "measured" else BLUE
             bars = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
             axis.bar_label(bars, fmt="%.4g", padding=3, fontsize=7.5)
             axis.set_yticks(range(len(layer.y)), [name.replace("_", " ") for name in layer.names])
@@ -170,7 +169,7 @@ def _demo_layers(trials: Trials) -> list[Layer]:
 def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> None:
     """Draws trials as dots, the best so far as steps with its interval, and failures in the strip below."""
     dots, best = layers
-    colour = VERMILION if best.scale == "demo" else BLUE
+    colour = DEMO_COLOURS[0] if best.scale == "demo" else BLUE
     axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, markersize=3.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0)
@@ -192,7 +191,8 @@ def _search_text() -> str:
     remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
     sampler = _search("1.4B")[0].sampler
     return (
-        f"A search as the paper did it ({sampler} here; the authors used DeepHyper's CBO); out of memory and layouts "
+        f"TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours. A search as the "
+        f"paper did it ({sampler} here; the authors used DeepHyper's CBO); out of memory and layouts "
         f"that do not divide are failures. {'; '.join(told)}. The first ten trials are random. In the space that is "
         f"remembered of the paper, {remembered.sum()} of {remembered.size:,} fit. How many of the paper's trials "
         f"failed, and its best layout, could not be read."

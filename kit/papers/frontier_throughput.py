@@ -119,13 +119,14 @@ def _draw(paper: list[Layer], demo: list[Layer], name: str, text: str, ticks: Se
         top = max(float(np.nanmax(layer.high)) for layer in paper)
         axes[0, 0].set(ylim=(0, 1.08 * top), title="% of peak per GCD, recomputation counted (HFU)")
         _scale_x(axes[0, 0], ticks, name)
-        axes[0, 0].legend(loc="lower left")
+        axes[0, 0].set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
+        axes[0, 0].legend(loc="lower right" if name == "num_microbatches" else "lower left")
         if demo:
             draw(axes[0, 1], demo)
             axes[0, 1].set(title="tokens/s per core, this machine")
             axes[0, 1].set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in demo))
             _scale_x(axes[0, 1], sorted({int(x) for layer in demo for x in layer.x}), name)
-            axes[0, 1].legend(loc="lower left")
+            axes[0, 1].legend(loc="lower right" if name == "num_microbatches" else "lower left")
         finish(figure, text, [*paper, *demo])
     return figure, [*table(paper, panel="paper's scale"), *table(demo, panel="demo scale")]
 

@@ -11,7 +11,9 @@ from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
 from kit.papers.layers import Layer
 from kit.pictures import Rows
 
-COLOURS = (BLUE, VERMILION, GREEN, "#9A4A78", "#8A7A00", "#555555")
+COLOURS = (BLUE, VERMILION, GREEN, "#555555")
+DEMO_COLOURS = ("#9A4A78", "#8A7A00")
+"""Of what was measured at demo scale, and of nothing else."""
 MARKERS = "osD^vP"
 BESIDE = 0.14
 """Distance between layers at a place that is only a name."""
@@ -19,7 +21,7 @@ CHARACTERS_PER_INCH = 19.5
 """Of a caption: 7.2 pt sans."""
 
 
-def draw(axis: Any, layers: Sequence[Layer], *, colours: Sequence[str] = COLOURS) -> None:
+def draw(axis: Any, layers: Sequence[Layer]) -> None:
     """Draws the layers of one panel, a colour per modelled or measured layer, and marks demo scale.
 
     Raises:
@@ -36,6 +38,7 @@ def draw(axis: Any, layers: Sequence[Layer], *, colours: Sequence[str] = COLOURS
                       markersize=7, markeredgewidth=1.4, zorder=5, label=layer.label)  # fmt: skip
             continue
         number = solid.index(layer)
+        colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
         colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
         joined = layer.joined if layer.kind == "measured" else not layer.names
         if layer.kind == "modelled" and joined:
@@ -54,7 +57,7 @@ def draw(axis: Any, layers: Sequence[Layer], *, colours: Sequence[str] = COLOURS
 def mark_demo_scale(axis: Any) -> None:
     """Writes `demo scale` across a panel whose numbers were measured on this machine."""
     axis.text(0.5, 0.5, "demo scale", transform=axis.transAxes, ha="center", va="center", rotation=18, fontsize=26,
-              color=VERMILION, alpha=0.13, zorder=0, weight="bold")  # fmt: skip
+              color=DEMO_COLOURS[0], alpha=0.15, zorder=0, weight="bold")  # fmt: skip
 
 
 def finish(figure: Any, text: str, layers: Sequence[Layer]) -> None:
