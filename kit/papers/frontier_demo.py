@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ SPACE: dict[str, tuple] = {
 """Of the hyperparameter search on this machine; TP 2 with PP 2 needs four devices of the two and fails."""
 SEARCH = "search.json"
 """Where `demo_search` keeps its trials, beside the runs."""
+ATTENTION = "attention.json"
+"""Where `demo_attention` keeps its times."""
+LENGTHS = (256, 512, 1024, 2048)
+REPETITIONS = 6
 LOAD = "load.json"
 """How busy the machine was before the first of the runs."""
 QUIET_LOAD = 1.5
@@ -78,6 +83,37 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 def demo_search(directory: str | Path, data: str | Path, num_trials: int = 10) -> Trials:
     """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
     return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / SEARCH)
+
+
+def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
+    """Returns seconds of causal attention, forward and backward, fused and with scores written out, on one core.
+
+    The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each repetition.
+    """
+    file = Path(directory) / ATTENTION
+    if file.exists():
+        return json.loads(file.read_text())
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    threads, rows = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for length in LENGTHS:
+            query, key, value = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
+            for kernel, backend in (("fused", SDPBackend.FLASH_ATTENTION), ("scores written out", SDPBackend.MATH)):
+                seconds = []
+                for _ in range(REPETITIONS):
+                    start = time.perf_counter()
+                    with sdpa_kernel(backend):
+                        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+                        out.sum().backward()
+                    seconds.append(time.perf_counter() - start)
+                rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
+    finally:
+        torch.set_num_threads(threads)
+    write_atomic(file, json.dumps(rows) + "\n")
+    return rows
 
 
 def was_quiet(directory: str | Path) -> bool:

@@ -1,5 +1,8 @@
 """Frontier: where its layers stand under the roofline of a GCD, and what fused attention changes."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,6 +10,7 @@ import numpy as np
 from cluster.site import Site
 from kit.estimate.figures import plain_ticks
 from kit.monitor.figure import GREEN, GREY
+from kit.papers.frontier_demo import ATTENTION
 from kit.papers.frontier_model import (
     MODELS,
     calibration,
@@ -19,7 +23,7 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import recipe_plan
-from kit.papers.layers import Layer, Runs, measured, table
+from kit.papers.layers import WARM_UP, Layer, Runs, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
@@ -103,23 +107,48 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     layers = [_by_length(label, code) for label, code in kernels.items()]
     own = measured(runs, x=lambda run: float(run.spec.sequence_length), y=run_hfu_percent)
     layers += [layer for layer in own if layer.scale == "cluster"]
-    gains = flash_gains()
+    demo, gains = _timed_attention(runs), flash_gains()
     with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(5.6, 3.8))
-        draw(axis, layers)
-        axis.set(xscale="log", ylim=(0, 50), xlabel="sequence length, tokens",
-                 title="175B on 128 GCDs: % of peak (HFU, the attention map counted in full)")  # fmt: skip
-        axis.set_xticks(LENGTHS, [f"{length:,}" for length in LENGTHS])
-        axis.minorticks_off()
-        axis.legend(loc="lower left")
+        figure, axes = plt.subplots(1, 2 if demo else 1, figsize=(8 if demo else 5.6, 3.8), squeeze=False,
+                                    width_ratios=[3, 2] if demo else [1])  # fmt: skip
+        draw(axes[0, 0], layers)
+        axes[0, 0].set(ylim=(0, 50), title="175B on 128 GCDs: % of peak (HFU, full attention map)")
+        _length_axis(axes[0, 0], LENGTHS)
+        if demo:
+            draw(axes[0, 1], demo)
+            axes[0, 1].set(yscale="log", title="attention alone, one core: ms")
+            plain_ticks(axes[0, 1])
+            _length_axis(axes[0, 1], [int(x) for x in demo[0].x])
         told = ", ".join(f"{g['model']} {g['y']:+.0f} % ({g['low']:+.0f} to {g['high']:+.0f})" for g in gains)
         text = (
             f"Gain of the second generation over written-out scores at 2,048 tokens, modelled: {told}. The paper's own "
             f"gain is remembered only (up to about 30 %), so it is not drawn. No run of LUMI has fused attention: its "
             f"efficiency is that of other published machines, hence the width of the band."
         )
-        finish(figure, text, layers)
-    return figure, [*gains, *table(layers)]
+        finish(figure, text, [*layers, *demo])
+    return figure, [*gains, *table(layers), *table(demo)]
+
+
+def _timed_attention(runs: Runs) -> list[Layer]:
+    """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a layer per kernel."""
+    files = [Path(run) / ATTENTION for run in runs if isinstance(run, str | Path)]
+    rows = next((json.loads(file.read_text()) for file in files if file.exists()), [])
+    layers = []
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        own = [row for row in rows if row["kernel"] == kernel]
+        low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
+        x = np.array([float(row["sequence_length"]) for row in own])
+        source = "this machine, demo scale: attention of 4 heads of 64, forward and backward"
+        layers.append(Layer(kind="measured", label=kernel, x=x, y=middle, low=low, high=high, source=source,
+                            scale="demo", joined=True))  # fmt: skip
+    return layers
+
+
+def _length_axis(axis: Any, lengths: Sequence[int]) -> None:
+    axis.set(xscale="log", xlabel="sequence length, tokens")
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.xaxis.minorticks_off()
+    axis.legend(loc="lower left" if lengths is LENGTHS else "upper left")
 
 
 def flash_gains() -> Rows:

@@ -10,7 +10,7 @@ import pytest
 from kit.__main__ import app
 from kit.errors import ConfigError
 from kit.estimate.tune import Trial, Trials
-from kit.papers import FRONTIER, paper_figure
+from kit.papers import FRONTIER, frontier_demo, paper_figure
 from kit.papers.frontier_demo import SEARCH, SPACE, search_size
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
@@ -154,6 +154,16 @@ def test_layers_are_bound_by_computation_and_fused_attention_helps() -> None:
     gains = {row["model"]: row for row in flash_gains()}
     assert gains["22B"]["y"] > gains["175B"]["y"] > gains["1T"]["y"] > 0, "wider layers spend less in attention"
     assert gains["22B"]["low"] > 0
+
+
+def test_attention_is_timed_here_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier_demo, "LENGTHS", (64, 128))
+    rows = frontier_demo.demo_attention(tmp_path)
+    assert [(row["kernel"], row["sequence_length"]) for row in rows[:2]] == [("fused", 64), ("scores written out", 64)]
+    assert all(second > 0 for row in rows for second in row["seconds"])
+    assert frontier_demo.demo_attention(tmp_path) == rows, "kept, not measured again"
+    _, drawn = paper_figure("frontier-flash-attention").draw([tmp_path, cluster_run(tmp_path / "run").directory])
+    assert len(values(drawn, layer="measured", scale="demo")) == 4
 
 
 def test_recipes_are_those_of_the_scripts() -> None:
