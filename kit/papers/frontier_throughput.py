@@ -28,6 +28,8 @@ STAGES = (4, 6, 8, 12, 16, 24)
 PER_STAGE = 8
 """Micro-batches per stage; both lines meet where 8 stages have 64 of them."""
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ALONE = {"data_parallel": 1, "micro_batch_size": 1}
+"""Fields of the demo-scale runs that these figures show: one replica."""
 NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
 
 
@@ -35,7 +37,7 @@ def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against tensor parallelism at constant pipeline and micro-batches, and its table."""
     model = _modelled("22B, 8 stages, 128 micro-batches", TENSOR, tensor_plans())
     text = f"{NOT_PUBLISHED} A node has 8 GCDs: beyond, all-reduces cross the network."
-    fields = {"pipeline_parallel": 1, "num_microbatches": MICROBATCHES, "micro_batch_size": 1, "num_devices": 2}
+    fields = ALONE | {"pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
     return _figure([model], runs, fields, "tensor_parallel", text, ticks=TENSOR)
 
 
@@ -44,7 +46,7 @@ def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     fixed, scaled = pipeline_plans()
     models = [_modelled("64 micro-batches", STAGES, fixed), _modelled(f"{PER_STAGE} per stage", STAGES, scaled)]
     text = f"{NOT_PUBLISHED} 22B, TP 2. With micro-batches per stage constant it falls since one stage has all logits."
-    fields = {"num_devices": 2, "tensor_parallel": 1, "micro_batch_size": 1}
+    fields = ALONE | {"tensor_parallel": 1}
     scaled_demo = [run for run in select(runs, **fields) if run.plan.num_microbatches == 4 * run.plan.pipeline_parallel]
     demo = [
         *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "4 sequences a step"),
@@ -58,7 +60,7 @@ def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     plans = microbatch_plans()
     model = _modelled("22B, TP 2, 8 stages", COUNTS, plans)
     text = f"{NOT_PUBLISHED} The bubble, (p - 1) of (m + p - 1) slots, shrinks as m grows."
-    fields = {"pipeline_parallel": 2, "tensor_parallel": 1, "micro_batch_size": 1, "num_devices": 2}
+    fields = ALONE | {"pipeline_parallel": 2, "tensor_parallel": 1}
     return _figure([model], runs, fields, "num_microbatches", text, ticks=COUNTS)
 
 
@@ -106,7 +108,7 @@ def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
 def _figure(
     models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, text: str, ticks: Sequence[int]
 ) -> tuple[Any, Rows]:
-    demo = _demo(select(runs, **fields), name, "2 processes on this machine")
+    demo = _demo(select(runs, **fields), name, "this machine, a process a core")
     return _draw([*models, *_paper_scale(runs, name)], demo, name, text, ticks)
 
 

@@ -21,7 +21,7 @@ from kit.papers.panels import caption
 from kit.spec import ModelSpec
 from tests.papers.recorded import cluster_run, demo_study
 
-PIPELINE_RATES = {(1, 2, 1): 1000.0, (1, 2, 2): 1400.0, (1, 2, 4): 1700.0, (1, 2, 8): 1900.0, (2, 1, 4): 900.0}
+PIPELINE_RATES = {(1, 2, 1): 1000.0, (1, 2, 2): 1300.0, (1, 2, 4): 1600.0, (1, 2, 8): 1800.0, (2, 1, 4): 900.0}
 """A machine on which the paper's observations hold: half the time is bubble at one micro-batch."""
 WITHOUT_RUNS = {"frontier-search", "frontier-sensitivity"}
 """Their measured layer is a search, not runs."""
@@ -99,7 +99,7 @@ def test_observations_hold_on_the_model() -> None:
 def test_observations_are_told_from_measured_runs(runs: list[Path], tmp_path: Path) -> None:
     found = {relation.claim: relation for relation in measured_relations(runs)}
     assert {claim: round(relation.value, 2) for claim, relation in found.items()} == {
-        "III.1": 0.45, "III.2": 1.9, "III.3": 0.85, "III.4": 0.95
+        "III.1": 0.45, "III.2": 1.8, "III.3": 0.8, "III.4": 1.12
     }  # fmt: skip
     assert {relation.verdict for relation in found.values()} == {"holds"}
     contrary = demo_study(tmp_path / "contrary", {(2, 1, 4): 4000.0, (1, 2, 8): 500.0, (1, 2, 1): 1000.0})
@@ -186,7 +186,7 @@ def test_cost_of_a_trillion_parameters() -> None:
 
 def test_search_space_of_this_machine_has_layouts_that_fail() -> None:
     size, valid = search_size()
-    assert (size, valid) == (16, 12)
+    assert (size, valid) == (8, 6)
 
 
 def test_commands_draw_a_figure_and_list_them(
