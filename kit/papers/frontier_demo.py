@@ -4,10 +4,8 @@ A process is a core: degrees 1 and 2 are compared by throughput per core, as the
 processes share caches and memory, so a process alone is a little better off, whatever the degree.
 """
 
-import itertools
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from cluster.record import write_atomic
-from kit.errors import ConfigError
-from kit.estimate.objectives import MeasuredRate, plan_of
+from kit.estimate.objectives import MeasuredRate
 from kit.estimate.tune import Trials, tune
-from kit.papers.layers import WARM_UP, Runs, opened, scale_of, tokens_per_s_and_device
+from kit.papers.layers import WARM_UP, Runs, note_load, opened, scale_of, tokens_per_s_and_device
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -40,10 +37,6 @@ ATTENTION = "attention.json"
 """Where `demo_attention` keeps its times."""
 LENGTHS = (256, 512, 1024, 2048)
 REPETITIONS = 6
-LOAD = "load.json"
-"""How busy the machine was before the first of the runs."""
-QUIET_LOAD = 1.5
-"""Processes at work besides; with more, measured relations mean little."""
 
 
 def study() -> list[dict[str, int]]:
@@ -73,8 +66,7 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
         TrialFailure: a run failed.
     """
     rate = objective(directory, data)
-    if not (Path(directory) / LOAD).exists():
-        write_atomic(Path(directory) / LOAD, json.dumps({"load": os.getloadavg()[0]}) + "\n")
+    note_load(directory)
     for parameters in study():
         rate(parameters)
     return opened([directory])
@@ -116,22 +108,16 @@ def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def was_quiet(directory: str | Path) -> bool:
-    """Returns whether the machine had little else to do when the study in a folder began."""
-    return json.loads((Path(directory) / LOAD).read_text())["load"] < QUIET_LOAD
-
-
 def select(runs: Runs, **fields: Any) -> list[Run]:
     """Returns what belongs in a panel: all runs of clusters, and those demo-scale runs whose plans have these fields.
 
     Args:
         runs: run directories.
-        fields: of Plan, or its properties; a tuple allows several values.
+        fields: of Plan, or its properties.
     """
     found = []
     for run in opened(runs):
-        values = {name: getattr(run.plan, name) for name in fields}
-        fits = all(values[n] in v if isinstance(v, tuple) else values[n] == v for n, v in fields.items())
+        fits = all(getattr(run.plan, name) == value for name, value in fields.items())
         if scale_of(run) == "cluster" or fits:
             found.append(run)
     return found
@@ -144,15 +130,3 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     low, middle, high = np.quantile(tokens_per_s_and_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
     return float(middle), float(low), float(high)
-
-
-def search_size() -> tuple[int, int]:
-    """Returns (choices of SPACE, those of them that are a plan)."""
-    valid = 0
-    for choice in itertools.product(*SPACE.values()):
-        try:
-            plan_of(dict(zip(SPACE, choice, strict=True)), devices_per_node=1)
-        except ConfigError:
-            continue
-        valid += 1
-    return len(list(itertools.product(*SPACE.values()))), valid

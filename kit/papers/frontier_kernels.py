@@ -23,7 +23,7 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import recipe_plan
-from kit.papers.layers import WARM_UP, Layer, Runs, measured, table
+from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.pictures import Rows, figure_style
@@ -131,14 +131,15 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 def _timed_attention(runs: Runs) -> list[Layer]:
     """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a layer per kernel."""
-    files = [Path(run) / ATTENTION for run in runs if isinstance(run, str | Path)]
-    rows = next((json.loads(file.read_text()) for file in files if file.exists()), [])
-    layers = []
+    folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / ATTENTION).exists()]
+    if not folders:
+        return []
+    rows, layers = json.loads((folders[0] / ATTENTION).read_text()), []
+    source = f"{demo_source(folders[:1])}: attention of 4 heads of 64, forward and backward"
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == kernel]
         low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
         x = np.array([float(row["sequence_length"]) for row in own])
-        source = "this machine, demo scale: attention of 4 heads of 64, forward and backward"
         layers.append(Layer(kind="measured", label=kernel, x=x, y=middle, low=low, high=high, source=source,
                             scale="demo", joined=True))  # fmt: skip
     return layers

@@ -18,7 +18,7 @@ from kit.estimate.tune import Trials, tune
 from kit.monitor.figure import BLUE, VERMILION
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
-from kit.papers.layers import Layer, Runs, table
+from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
 from kit.pictures import Rows, figure_style
 from kit.spec import FlopBasis, ModelSpec
@@ -44,7 +44,8 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         runs: folders with a `search.json`, of a search with real runs on this machine, become a panel each.
     """
     panels = {name: [_trial_layer(name), _best_layer(name)] for name in SPACES}
-    demo = [_demo_layers(trials) for trials in demo_searches(runs)]
+    searches = demo_searches(runs)
+    demo = [_demo_layers(trials, demo_source([folder])) for folder, trials in searches.items()]
     with figure_style() as plt:
         columns = len(panels) + len(demo)
         figure, axes = plt.subplots(2, columns, figsize=(min(9.0, 3.3 * columns), 3.9), height_ratios=(9, 1),
@@ -52,7 +53,7 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for (axis, below), (name, layers) in zip(axes.T, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])
             axis.set(title=f"{name}, {'driver' if name == '1.4B' else 'our'} space: TFLOP/s")
-        for (axis, below), layers, trials in zip(axes.T[len(panels) :], demo, demo_searches(runs), strict=True):
+        for (axis, below), layers, trials in zip(axes.T[len(panels) :], demo, searches.values(), strict=True):
             _draw(axis, below, layers, trials)
             mark_demo_scale(axis)
             axis.set(title="here, real runs: tokens/s")
@@ -65,8 +66,8 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns how much each parameter mattered in those searches (mean size of its Shapley value), and the table."""
     panels = {f"{name}: TFLOP/s per GCD": [_importance(name)] for name in SPACES}
-    for number, trials in enumerate(demo_searches(runs), start=1):
-        panels[f"real runs here{f' ({number})' if number > 1 else ''}: tokens/s"] = [_demo_importance(trials)]
+    for folder, trials in demo_searches(runs).items():
+        panels[f"{folder.name}, real runs: tokens/s"] = [_demo_importance(trials, demo_source([folder]))]
     with figure_style() as plt:
         figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.4 * len(panels)), 2.9), squeeze=False)
         for axis, (title, [layer]) in zip(axes[0], panels.items(), strict=True):
@@ -88,10 +89,10 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     return figure, [row for title, layers in panels.items() for row in table(layers, panel=title)]
 
 
-def demo_searches(runs: Runs) -> list[Trials]:
-    """Returns the searches with real runs that lie in the given folders."""
+def demo_searches(runs: Runs) -> dict[Path, Trials]:
+    """Returns the searches with real runs that lie in the given folders, by folder."""
     folders = [Path(run) for run in runs if isinstance(run, str | Path)]
-    return [Trials.read(folder / SEARCH) for folder in folders if (folder / SEARCH).exists()]
+    return {folder: Trials.read(folder / SEARCH) for folder in folders if (folder / SEARCH).exists()}
 
 
 def objective(name: str) -> EstimatedRate:
@@ -141,26 +142,26 @@ def _layout(name: str, parameters: dict[str, Any]) -> Layouts:
 
 def _importance(name: str) -> Layer:
     trials, grid = _search(name)
-    return _importance_layer("modelled", name, sensitivity(trials, grid).importance, _unit(name))
+    return _importance_layer("modelled", name, sensitivity(trials, grid).importance, _unit(name), model_error())
 
 
-def _demo_importance(trials: Trials) -> Layer:
-    return _importance_layer("measured", "this machine", sensitivity(trials).importance, 1.0)
+def _demo_importance(trials: Trials, source: str) -> Layer:
+    source = f"{source}; a random forest fitted to the trials"
+    return _importance_layer("measured", "this machine", sensitivity(trials).importance, 1.0, source)
 
 
-def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float) -> Layer:
+def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float, source: str) -> Layer:
     shown = {name: unit * size for name, size in importance.items() if size > 1e-9}
     x, y = np.arange(float(len(shown))), np.array(list(shown.values()))
     empty = np.full(len(shown), np.nan)
-    source = model_error() if kind == "modelled" else "this machine, demo scale; a random forest fitted to the trials"
     return Layer(kind=kind, label=label, x=x, y=y, low=empty, high=empty, source=source,
                  scale="paper" if kind == "modelled" else "demo", names=tuple(shown))  # fmt: skip
 
 
-def _demo_layers(trials: Trials) -> list[Layer]:
+def _demo_layers(trials: Trials, source: str) -> list[Layer]:
     x, empty = np.arange(1.0, len(trials.trials) + 1), np.full(len(trials.trials), np.nan)
     return [
-        Layer(kind="measured", label=label, x=x, y=y, low=empty, high=empty, source="this machine, demo scale",
+        Layer(kind="measured", label=label, x=x, y=y, low=empty, high=empty, source=source,
               scale="demo")
         for label, y in (("trial", trials.values), ("best so far", trials.best_so_far))
     ]  # fmt: skip

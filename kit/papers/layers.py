@@ -21,14 +21,16 @@ published, a modelled line says how wrong the model is, and demo-scale points ne
 
 import csv
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from cluster.record import ConfigError, Record, field_doc, suggestion
+from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
 from kit.monitor.runs import find_runs
 from kit.pictures import Rows
 from kit.run import Run
@@ -38,6 +40,10 @@ Runs = Sequence[Run | str | Path]
 DATA = Path(__file__).parent / "data"
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
+LOAD = "load.json"
+"""Beside demo-scale runs: how busy the machine was before the first of them."""
+QUIET_LOAD = 1.5
+"""Processes at work besides; with more, measured times mean little."""
 
 
 Known = Literal["read", "quoted", "derived", "remembered"]
@@ -222,6 +228,25 @@ def opened(runs: Runs) -> list[Run]:
     return found
 
 
+def note_load(directory: str | Path) -> None:
+    """Writes into a folder of runs to come how busy the machine is, once."""
+    file = Path(directory) / LOAD
+    if not file.exists():
+        write_atomic(file, json.dumps({"load": os.getloadavg()[0]}) + "\n")
+
+
+def was_quiet(directory: str | Path) -> bool:
+    """Returns whether the machine had little else to do when the runs in a folder began; True where nobody noted it."""
+    file = Path(directory) / LOAD
+    return not file.exists() or json.loads(file.read_text())["load"] < QUIET_LOAD
+
+
+def demo_source(directories: Iterable[str | Path]) -> str:
+    """Returns the source of what was measured in these folders on this machine, and whether it was busy then."""
+    busy = not all(map(was_quiet, directories))
+    return "this machine, demo scale" + (", while other programs were at work" if busy else "")
+
+
 def scale_of(run: Run) -> Literal["cluster", "demo"]:
     """Returns `demo` for processes that share one machine's cores, `cluster` for everything else."""
     return "demo" if run.site.scheduler == "local" else "cluster"
@@ -247,9 +272,10 @@ def measured(
         line: points of one layer are joined.
     """
     layers = []
+    runs = opened(runs)
     for scale in ("demo", "cluster"):
         points = []
-        for run in opened(runs):
+        for run in runs:
             values = np.asarray(y(run), dtype=float)[WARM_UP:] if scale_of(run) == scale else np.empty(0)
             values = values[np.isfinite(values)]
             if values.size and math.isfinite(x(run)):
@@ -257,7 +283,9 @@ def measured(
         if points:
             points.sort()
             places, middle, low, high = (np.array(column) for column in zip(*(p[:4] for p in points), strict=True))
-            where = "this machine, demo scale" if scale == "demo" else "run directories given to the figure"
+            where = "run directories given to the figure"
+            if scale == "demo":
+                where = demo_source({run.directory.parent for run in runs if scale_of(run) == "demo"})
             layers.append(
                 Layer(kind="measured", label=label, x=places, y=middle, low=low,
                       high=high, source=where, scale=scale, joined=line)

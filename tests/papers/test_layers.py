@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kit.errors import ConfigError, RunError
-from kit.papers.layers import DATA, Facts, Layer, hfu_percent, measured, opened, table
+from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, opened, table
 from kit.papers.panels import caption, draw, finish
 from kit.papers.relations import Relation
 from kit.pictures import figure_style
@@ -46,6 +46,10 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     found = measured(runs, x=lambda run: float(run.plan.num_devices), y=hfu_percent, label="ours")
     assert [layer.scale for layer in found] == ["demo", "cluster"]
     assert len(found[0].x) == 8 and found[1].y == pytest.approx([30], rel=0.01)
+    assert found[0].source == "this machine, demo scale"
+    (folder / LOAD).write_text('{"load": 7.5}')
+    busy, _ = measured(runs, x=lambda run: 1.0, y=hfu_percent)
+    assert busy.source.endswith("while other programs were at work")
     with figure_style() as plt:
         figure, (left, right) = plt.subplots(1, 2)
         draw(left, found[:1])
