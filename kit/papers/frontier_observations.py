@@ -65,7 +65,7 @@ def measured_relations(runs: Runs) -> list[Relation]:
         "III.1": (alone, alone | {"tensor_parallel": 2}, "TP 2 over TP 1"),
         "III.2": (two | {"num_microbatches": 1}, two | {"num_microbatches": 8}, "8 micro-batches over 1"),
         "III.3": (alone, two | same, "2 stages over 1, same batch"),
-        "III.4": (two | same, two | {"num_microbatches": 2 * MICROBATCHES}, "2 stages: same m/p over same batch"),
+        "III.4": (two | same, two | {"num_microbatches": 2 * MICROBATCHES}, "2 stages, same m/p over same batch"),
     }
     found = []
     for claim, (before, after, what) in pairs.items():
