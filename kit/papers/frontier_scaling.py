@@ -202,7 +202,7 @@ def _scaling_text(kind: str, published: Layer, lines: list[Layer]) -> str:
     if kind == "strong":
         setting = (
             f"A batch of {STRONG_BATCH:,} sequences: the paper's 8,000 is remembered, not read, as is where its curve "
-            f"starts; here it starts at one replica. LUMI: 1,024 sequences, relative to 128 GCDs."
+            f"starts; here it starts at one replica. LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs."
         )
     told = []
     for name, y, line in zip(("175B", "1T"), published.y, lines, strict=True):
