@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.text import Text
 
 from cluster.state import JobError
-from kit.commands import convert, data, estimates, monitor, runs, scores
+from kit.commands import convert, data, estimates, monitor, papers, runs, scores
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-for part in (runs, monitor, estimates, data, scores, convert):
+for part in (runs, monitor, estimates, data, scores, convert, papers):
     app.add_typer(part.app)
 
 

@@ -150,10 +150,17 @@ def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
 def figure(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="file (.png, .svg, .pdf); default: RUN/figure.png")] = None,
+    own: Annotated[list[Path] | None, typer.Option("--run", help="with a paper's figure: your runs, added")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw loss and MFU of a run."""
+    """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
     from kit.monitor import run_figure
+    from kit.papers import FIGURES
+
+    if str(run) in FIGURES:
+        from kit.commands.papers import draw_paper_figure
+
+        return draw_paper_figure(str(run), out, own or (), as_json)
 
     opened = Run.open(run)
     drawn, table = run_figure(opened)

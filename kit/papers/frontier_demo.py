@@ -1,0 +1,132 @@
+"""The Frontier study at demo scale: a few short runs of real processes on this machine, kept and used again.
+
+A process is a core: degrees 1 and 2 are compared by throughput per core, as the paper compares them per GCD. Two
+processes share caches and memory, so a process alone is a little better off, whatever the degree.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.record import write_atomic
+from kit.estimate.objectives import MeasuredRate
+from kit.estimate.tune import Trials, tune
+from kit.papers.layers import WARM_UP, Runs, note_load, opened, scale_of, tokens_per_s_and_device
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+MODEL = ModelSpec.gpt(
+    name="gpt-demo", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256
+)  # fmt: skip
+STEPS = 8
+MICROBATCHES = 4
+"""Of a replica, wherever their number is not what changes."""
+SPACE: dict[str, tuple] = {
+    "tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "num_microbatches": (2, 4), "micro_batch_size": (1,),
+    "num_nodes": (2,),
+}  # fmt: skip
+"""Of the search on this machine; most of it the study runs anyway. TP 2 with PP 2 needs four of two cores and fails."""
+SEARCH = "search.json"
+"""Where `demo_search` keeps its trials, beside the runs."""
+ATTENTION = "attention.json"
+"""Where `demo_attention` keeps its times."""
+LENGTHS = (256, 512, 1024, 2048)
+REPETITIONS = 6
+
+
+def study() -> list[dict[str, int]]:
+    """Returns the parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
+    replicas = [{"num_microbatches": count} for count in (MICROBATCHES // 2, MICROBATCHES)]
+    pipelines = [{"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)]
+    others = [{"tensor_parallel": 2, "num_microbatches": MICROBATCHES}]
+    alone = [{"num_nodes": 1, "num_microbatches": MICROBATCHES}]
+    base = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
+    return [base | changes for changes in (*replicas, *pipelines, *others, *alone)]
+
+
+def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
+    """Returns what runs the demo model with given parameters in a folder below `directory`, once."""
+    recipe = Recipe(data=str(data), num_steps=STEPS)
+    return MeasuredRate(spec=MODEL, recipe=recipe, directory=Path(directory), num_devices=1)
+
+
+def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
+    """Returns the runs of the study; those that are not in `directory` yet are made, about eight seconds each.
+
+    Args:
+        directory: folder of the run directories.
+        data: dataset made by `kit data build` with a vocabulary of at most 4,096.
+
+    Raises:
+        TrialFailure: a run failed.
+    """
+    rate = objective(directory, data)
+    note_load(directory)
+    for parameters in study():
+        rate(parameters)
+    return opened([directory])
+
+
+def demo_search(directory: str | Path, data: str | Path, num_trials: int = 8) -> Trials:
+    """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
+    return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / SEARCH)
+
+
+def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
+    """Returns seconds of causal attention, forward and backward, fused and with scores written out, on one core.
+
+    The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each repetition.
+    """
+    file = Path(directory) / ATTENTION
+    if file.exists():
+        return json.loads(file.read_text())
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    threads, rows = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        for length in LENGTHS:
+            query, key, value = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
+            for kernel, backend in (("fused", SDPBackend.FLASH_ATTENTION), ("scores written out", SDPBackend.MATH)):
+                seconds = []
+                for _ in range(REPETITIONS):
+                    start = time.perf_counter()
+                    with sdpa_kernel(backend):
+                        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+                        out.sum().backward()
+                    seconds.append(time.perf_counter() - start)
+                rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
+    finally:
+        torch.set_num_threads(threads)
+    write_atomic(file, json.dumps(rows) + "\n")
+    return rows
+
+
+def select(runs: Runs, **fields: Any) -> list[Run]:
+    """Returns what belongs in a panel: all runs of clusters, and those demo-scale runs whose plans have these fields.
+
+    Args:
+        runs: run directories.
+        fields: of Plan, or its properties.
+    """
+    found = []
+    for run in opened(runs):
+        fits = all(getattr(run.plan, name) == value for name, value in fields.items())
+        if scale_of(run) == "cluster" or fits:
+            found.append(run)
+    return found
+
+
+def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
+    """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run with these fields."""
+    chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
+    if len(chosen) != 1:
+        return math.nan, math.nan, math.nan
+    low, middle, high = np.quantile(tokens_per_s_and_device(chosen[0])[WARM_UP:], (0.25, 0.5, 0.75))
+    return float(middle), float(low), float(high)

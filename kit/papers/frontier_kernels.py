@@ -1,0 +1,193 @@
+"""Frontier: where its layers stand under the roofline of a GCD, and what fused attention changes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.estimate.figures import plain_ticks
+from kit.monitor.figure import GREEN, GREY
+from kit.papers.frontier_demo import ATTENTION
+from kit.papers.frontier_model import (
+    MODELS,
+    calibration,
+    facts,
+    hfu_percent,
+    layouts_of,
+    model_error,
+    ratio_interval,
+    step_draws,
+    throughput_layer,
+)
+from kit.papers.frontier_scaling import recipe_plan
+from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
+from kit.papers.layers import hfu_percent as run_hfu_percent
+from kit.papers.panels import draw, finish
+from kit.pictures import Rows, figure_style
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+TOKENS_PER_STEP = 640 * 2048
+
+
+def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
+    """Returns FLOP per byte of one layer's forward pass: matrix products and attention over what all kernels move.
+
+    Each product reads its input and weights and writes its result once, at two bytes a number; norms, residuals and the
+    activation function read and write theirs. Fused attention reads and writes queries, keys, values and result; where
+    scores are written out, each moves as many bytes as LUMI's runs tell (`score_bytes`).
+    """
+    h, f, s, t = spec.hidden_size, spec.ffn_hidden_size, spec.sequence_length, plan.tensor_parallel
+    kv = h * spec.num_kv_heads / spec.num_heads
+    tokens = plan.micro_batch_size * s
+    weights = spec.matmul_params_per_layer / t
+    hidden = (3 if spec.gated else 2) * f
+    flops = 2 * tokens * weights + 4 * tokens * s * h / t
+    products = 2 * (weights + tokens * (4 * h + (2 * h + 2 * kv + hidden) / t))
+    attention = 2 * tokens * (2 * h + 2 * kv) / t
+    if not flash_attention:
+        attention += calibration().coefficients.score_bytes * tokens * s * spec.num_heads / t
+    elementwise = tokens * (22 * h + (8 * h + (4 + 2 * spec.gated) * f) / t)
+    return flops / (products + attention + elementwise)
+
+
+def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the roofline of a GCD with the three recipes below it, and the table."""
+    fused, written = _under_roof("fused attention, modelled", 2), _under_roof("scores written out, modelled", 0)
+    stated = facts()["throughput_tflops"]
+    rates = [fact.replace(x=str(place)) for fact, place in zip(stated, fused.x, strict=True)]
+    peak = float(calibration().hardware.peak_flops_per_s) / 1e12
+    own = measured(
+        runs, x=lambda run: layer_intensity(run.spec, run.plan), y=lambda run: peak / 100 * run_hfu_percent(run)
+    )
+    layers = [Layer.published(rates, label="paper (fused), recomputation counted"), fused, written,
+              *(layer for layer in own if layer.scale == "cluster")]  # fmt: skip
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(5.8, 4.1))
+        ridge = _draw_roof(axis)
+        draw(axis, layers)
+        for name, offset, x, y in zip(MODELS, ((9, 16), (-34, 22), (8, -15)), fused.x, layers[0].y, strict=True):
+            axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color="#444444",
+                          arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5})  # fmt: skip
+        for name, x, y in zip(MODELS, written.x, written.low, strict=True):
+            axis.annotate(name, (x, y), xytext=(0, -11), textcoords="offset points", fontsize=8, ha="center",
+                          color="#444444")  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlim=(30, 3000), ylim=(20, 260), xlabel="FLOP per byte moved, one layer",
+                 ylabel="TFLOP/s of a GCD", title="Roofline of half an MI250X")  # fmt: skip
+        plain_ticks(axis)
+        axis.legend(loc="lower right")
+        text = (
+            f"All stand right of the ridge ({ridge:.0f} FLOP per byte): "
+            f"bound by computation, not by memory; that the paper says so too is remembered only. Intensities are "
+            f"counted from shapes."
+        )
+        finish(figure, text, layers)
+    return figure, table(layers)
+
+
+def _under_roof(label: str, code: int) -> Layer:
+    """Returns the three recipes as (intensity, modelled TFLOP/s with recomputation)."""
+    unit = float(calibration().hardware.peak_flops_per_s) / 1e14  # of one per cent, in TFLOP/s
+    x, parts = [], []
+    for name, preset in MODELS.items():
+        spec, plan = ModelSpec.preset(preset), recipe_plan(name)
+        x.append(layer_intensity(spec, plan, flash_attention=code > 0))
+        parts.append(throughput_layer(label, [0], spec, layouts_of(spec, [plan], flash_attention=code)))
+    ends = [unit * np.concatenate([getattr(part, end) for part in parts]) for end in ("y", "low", "high")]
+    return Layer.modelled(label, x, *ends, error=model_error(), names=list(MODELS))
+
+
+def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns throughput with fused and with written-out attention against sequence length, and the table."""
+    kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
+    layers = [_by_length(label, code) for label, code in kernels.items()]
+    own = measured(runs, x=lambda run: float(run.spec.sequence_length), y=run_hfu_percent)
+    layers += [layer for layer in own if layer.scale == "cluster"]
+    demo, gains = _timed_attention(runs), flash_gains()
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, 2 if demo else 1, figsize=(8 if demo else 5.6, 3.8), squeeze=False,
+                                    width_ratios=[3, 2] if demo else [1])  # fmt: skip
+        draw(axes[0, 0], layers)
+        axes[0, 0].set(ylim=(0, 50), title="175B on 128 GCDs: % of peak (HFU, full attention map)")
+        _length_axis(axes[0, 0], LENGTHS)
+        if demo:
+            draw(axes[0, 1], demo)
+            axes[0, 1].set(yscale="log", title="attention alone, one core: ms")
+            plain_ticks(axes[0, 1])
+            _length_axis(axes[0, 1], [int(x) for x in demo[0].x])
+        told = ", ".join(f"{g['model']} {g['y']:+.0f} % ({g['low']:+.0f} to {g['high']:+.0f})" for g in gains)
+        text = (
+            f"Gain of the second generation over written-out scores at 2,048 tokens, modelled: {told}. The paper's own "
+            f"gain is remembered only (up to about 30 %), so it is not drawn. No run of LUMI has fused attention: its "
+            f"efficiency is that of other published machines, hence the width of the band."
+        )
+        finish(figure, text, [*layers, *demo])
+    return figure, [*gains, *table(layers), *table(demo)]
+
+
+def _timed_attention(runs: Runs) -> list[Layer]:
+    """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a layer per kernel."""
+    folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / ATTENTION).exists()]
+    if not folders:
+        return []
+    rows, layers = json.loads((folders[0] / ATTENTION).read_text()), []
+    source = f"{demo_source(folders[:1])}: attention of 4 heads of 64, forward and backward"
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        own = [row for row in rows if row["kernel"] == kernel]
+        low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
+        x = np.array([float(row["sequence_length"]) for row in own])
+        layers.append(Layer(kind="measured", label=kernel, x=x, y=middle, low=low, high=high, source=source,
+                            scale="demo", joined=True))  # fmt: skip
+    return layers
+
+
+def _length_axis(axis: Any, lengths: Sequence[int]) -> None:
+    axis.set(xscale="log", xlabel="sequence length, tokens")
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axis.xaxis.minorticks_off()
+    axis.legend(loc="lower left" if lengths is LENGTHS else "upper left")
+
+
+def flash_gains() -> Rows:
+    """Returns by how much fused attention raises modelled throughput of each recipe, %, with a 90 % interval."""
+    rows: Rows = []
+    for name, preset in MODELS.items():
+        spec = ModelSpec.preset(preset)
+        plan = recipe_plan(name)
+        layouts = layouts_of(spec, [plan, plan], flash_attention=np.array([0, 2]))
+        rate = hfu_percent(spec, layouts, step_draws(layouts))
+        middle, low, high = (100 * float(each) - 100 for each in ratio_interval(rate[:, 1] / rate[:, 0]))
+        rows.append({"layer": "modelled", "model": name, "gain": "fused over written out, %", "y": middle, "low": low,
+                     "high": high, "source": model_error()})  # fmt: skip
+    return rows
+
+
+def _by_length(label: str, code: int) -> Layer:
+    """Returns modelled HFU of 175B at each sequence length, with the tokens of a step kept."""
+    parts = []
+    for length in LENGTHS:
+        spec = ModelSpec.preset(MODELS["175B"]).replace(sequence_length=length)
+        plan = recipe_plan("175B", global_batch_size=TOKENS_PER_STEP // length)
+        parts.append(throughput_layer(label, [length], spec, layouts_of(spec, [plan], flash_attention=code)))
+    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "low", "high")]
+    return Layer.modelled(label, *columns, error=model_error())
+
+
+def _draw_roof(axis: Any) -> float:
+    """Draws the roof of the data sheet and of the best matrix product, and returns the ridge in FLOP per byte."""
+    device = Site.load("frontier").device
+    peak, best = device.peak_flops_per_s["bf16"].value, device.matmul_flops_per_s["bf16"].value
+    memory = device.memory_bytes_per_s
+    assert memory
+    places = np.geomspace(10, 3000, 200)
+    for ceiling, colour, text in ((peak, GREY, "data sheet"), (best, GREEN, "best matrix product seen")):
+        axis.plot(places, np.minimum(ceiling, places * memory.value) / 1e12, color=colour, linewidth=1.2)
+        axis.annotate(f"{text}, {ceiling / 1e12:.4g}", (3000, ceiling / 1e12), xytext=(-2, 3), ha="right", fontsize=7.5,
+                      textcoords="offset points", color=colour)  # fmt: skip
+    axis.annotate("memory, 1.6 TB/s", (34, 34 * memory.value / 1e12), xytext=(-4, 6), textcoords="offset points",
+                  rotation=45, fontsize=7.5, color=GREY)  # fmt: skip
+    return peak / memory.value

@@ -1,0 +1,159 @@
+"""Frontier: memory by model size, and device by device along the pipeline against the logs of Frontier and LUMI."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kit.estimate.activations import MEGATRON
+from kit.estimate.figures import plain_ticks
+from kit.estimate.layouts import Layouts
+from kit.estimate.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
+from kit.estimate.out_of_memory import RESERVE
+from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
+from kit.papers.layers import Layer, Runs, measured, table
+from kit.papers.panels import draw, finish
+from kit.pictures import Rows, figure_style
+from kit.run import Run
+from kit.spec import ModelSpec
+
+MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
+NO_MOMENTS = Convention(
+    name="fp16 weight, fp16 gradient, fp32 copy, no Adam moments yet", weights=2, gradients=2, optimizer=4
+)  # fmt: skip
+"""What the Frontier log can hold: all its steps so far were skipped by loss scaling."""
+LUMI_MODEL = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
+                           sequence_length=2048)  # fmt: skip
+LUMI_LAYERS = np.array([9] * 7 + [7])
+"""On its eight pipeline devices: the log's own partition."""
+
+
+def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the model state of each model size by convention, and the table: TB, and GCDs that hold no less."""
+    known, specs = facts(), {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
+    sizes = np.array([float(spec.num_params) for spec in specs.values()])
+    parts = sum(fact.number for fact in known["bytes_per_parameter"])
+    conventions = {f"paper's parts, {parts:.0f} B": parts, "paper's text, 24 B": 24.0,
+                   "mixed precision with fp32 gradients, 18 B": 18.0}  # fmt: skip
+    error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
+    models = [
+        Layer.modelled(label, sizes, size * sizes / TB, math.nan, math.nan, error=error)
+        for label, size in conventions.items()
+    ]
+    quoted = [*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"]]
+    quoted = [fact.replace(x=str(specs["1T"].num_params)) for fact in quoted]
+    published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
+    own = [layer for layer in measured(runs, x=_num_params, y=_total_tb, label="your runs, all devices together")
+           if layer.scale == "cluster"]  # fmt: skip
+    layers = [published, *models, *own]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(5.6, 3.7))
+        draw(axis, layers)
+        axis.set(xscale="log", yscale="log", ylabel="TB over all devices", title="Model state by size")
+        plain_ticks(axis)
+        axis.set_xticks(sizes, [f"{name}\n{size / 1e9:,.0f}e9" for name, size in zip(specs, sizes, strict=True)])
+        axis.minorticks_off()
+        axis.set_xlabel("parameters")
+        axis.legend(loc="upper left")
+        text = "Activations come on top. The paper's table itself could not be read."
+        finish(figure, text, layers)
+    rows = [
+        {"model": name, "layer": "modelled", "parameters": spec.num_params, "convention": label, "bytes": size,
+         "TB": size * spec.num_params / TB, "GCDs of 64 GiB": math.ceil(size * spec.num_params / (64 * GIB))}
+        for name, spec in specs.items() for label, size in conventions.items()
+    ]  # fmt: skip
+    return figure, [*rows, *table([published, *own])]
+
+
+def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the logs; its table."""
+    static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
+    own = measured(runs, x=lambda run: float(run.plan.data_parallel), y=_memory_gib)
+    lumi += [layer for layer in own if layer.scale == "cluster"]
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, 3, figsize=(9, 3.7))
+        titles = ("(a) 175B: between steps", "(b) 175B: more at the peak of a step", "(c) LUMI 176B: between steps")
+        for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
+            draw(axis, layers)
+            axis.set_title(title)
+            axis.set_ylim(0, 1.35 * max(float(layer.y.max()) for layer in layers))
+            axis.legend(loc="upper right", fontsize=7)
+        axes[0].set(xlabel="pipeline stage, Frontier", ylabel="GiB on a GCD")
+        axes[1].set(xlabel="pipeline stage, Frontier")
+        axes[2].set(xlabel="replicas, last stage", xscale="log")
+        axes[2].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+        axes[2].minorticks_off()
+        finish(figure, _stage_text(static, dynamic, lumi), [*static, *dynamic, *lumi])
+    return figure, [*table(static, panel="a"), *table(dynamic, panel="b"), *table(lumi, panel="c")]
+
+
+def frontier_stages() -> StageMemory:
+    """Returns the modelled memory of the authors' logged run: 175B, TP 4, PP 16, DP 2, first-generation attention."""
+    plan = paper_plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320)
+    layouts = layouts_of(ModelSpec.preset(MODELS["175B"]), [plan], flash_attention=1)
+    return memory_by_stage(layouts, kernels=MEGATRON, convention=NO_MOMENTS)
+
+
+def lumi_bytes(replicas: int) -> float:
+    """Returns the modelled bytes between steps on LUMI's last pipeline device."""
+    plan = paper_plan(
+        tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, micro_batch_size=2, global_batch_size=1024
+    )  # fmt: skip
+    stage = memory_by_stage(
+        Layouts.of(LUMI_MODEL, [plan], flash_attention=0), layers=LUMI_LAYERS, kernels=MEGATRON,
+        convention=CONVENTIONS["deepspeed_bf16"],
+    )  # fmt: skip
+    return float((stage.state + stage.buffers)[-1])
+
+
+def _static_layers() -> list[Layer]:
+    log = Layer.published(facts()["stage_allocated_mib"], label="log", scale=MIB / GIB)
+    return [log, _against(log, "weights, gradients, fp32 copy", frontier_stages().state / GIB)]
+
+
+def _dynamic_layers() -> list[Layer]:
+    known, stages = facts(), frontier_stages()
+    peaks, before = known["stage_peak_mib"], known["stage_allocated_mib"]
+    more = [p.replace(value=str(p.number - b.number), known="derived") for p, b in zip(peaks, before, strict=True)]
+    log = Layer.published(more, label="log: peak less allocated", scale=MIB / GIB)
+    reserved = RESERVE.used_bytes(np.zeros(16), stages.dynamic) / GIB
+    return [log, _against(log, "activations and workspace", stages.dynamic / GIB),
+            _against(log, "with the planner's reserve", reserved)]  # fmt: skip
+
+
+def _lumi_layers() -> list[Layer]:
+    log = Layer.published(facts()["lumi_allocated_mib"], label="log", scale=MIB / GIB)
+    return [log, _against(log, "bf16 Adam, ZeRO 1", np.array([lumi_bytes(int(x)) for x in log.x]) / GIB)]
+
+
+def _against(log: Layer, label: str, y: Any) -> Layer:
+    """Returns a modelled line without an interval, whose error is that on the log beside it."""
+    y = np.broadcast_to(y, log.y.shape)
+    error = f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
+    return Layer.modelled(label, log.x, y, math.nan, math.nan, error=error)
+
+
+def _stage_text(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
+    per_stage = {layer.label: -float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in dynamic}
+    params = frontier_stages().params[1]
+    held = float(static[0].y[1] * GIB / params)
+    off = float(lumi[1].y[0] / lumi[0].y[0] - 1)
+    return (
+        f"(b) falls by {per_stage['log: peak less allocated']:.0f} MiB a stage in the log and by "
+        f"{per_stage['activations and workspace']:.0f} in the model, as 1F1B keeps one micro-batch less on each next "
+        f"stage. The model misses what is constant: (a) the log holds {held:.1f} bytes a parameter where weights, "
+        f"gradients and fp32 copy make {float(static[1].y[1] * GIB / params):.1f}, (b) another "
+        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB of the engine's buffers. (c) at 2 replicas {off:+.0%}."
+    )
+
+
+def _num_params(run: Run) -> float:
+    return float(run.spec.num_params)
+
+
+def _total_tb(run: Run) -> np.ndarray:
+    return run.metrics()["memory_bytes"] * run.plan.num_devices / TB
+
+
+def _memory_gib(run: Run) -> np.ndarray:
+    return run.metrics()["memory_bytes"] / GIB

@@ -1,0 +1,152 @@
+"""The model behind the Frontier figures: fitted to another machine's runs, so that no number of the paper is in it.
+
+LUMI has the same MI250X and ran the same code base, Megatron-DeepSpeed. What its published runs tell about
+efficiencies is used as it is; nothing is adjusted to any figure of the paper.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.estimate import published
+from kit.estimate.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fitting import HIGH, LOW, log_time
+from kit.estimate.hardware import NAMES, Hardware
+from kit.estimate.layouts import Array, Layouts
+from kit.estimate.published import PublishedRun
+from kit.papers.layers import Facts, Layer
+from kit.plan import Plan
+from kit.spec import FlopBasis, ModelSpec
+
+MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
+"""Names of the paper, and the presets of the same shapes."""
+DRAWS = 300
+"""Of the coefficients' posterior, for intervals of ratios."""
+GRADIENT_BYTES = 2
+"""The authors' DeepSpeed configurations say fp16."""
+
+
+def facts() -> Facts:
+    """Returns what is known of the paper."""
+    return Facts.load("frontier")
+
+
+@lru_cache(maxsize=1)
+def calibration() -> Calibration:
+    """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's hardware."""
+    found = published_calibration(Site.load("lumi"))
+    return dataclasses.replace(found, hardware=Hardware.of(Site.load("frontier")))
+
+
+@lru_cache(maxsize=1)
+def model_error() -> str:
+    """Returns how wrong the model is on measured runs: those of LUMI, each left out of the fit."""
+    off = [abs(error) for error in left_out_errors().values()]
+    return (
+        f"step times fitted to {calibration().num_runs} runs on LUMI (same MI250X and code base), none of the paper's; "
+        f"mean error {np.mean(off):.0%}, worst {np.max(off):.0%} on those runs, each left out; band: 90 % interval"
+    )
+
+
+@lru_cache(maxsize=1)
+def left_out_errors() -> dict[str, float]:
+    """Returns predicted over measured step time, less 1, of each LUMI run when the others alone are fitted."""
+    lumi = Site.load("lumi")
+    runs = lumi_runs()
+    errors = {}
+    for i, run in enumerate(runs):
+        predicted = calibrate(runs[:i] + runs[i + 1 :], lumi).predict(run.layouts()).total_s
+        assert run.step_time_s
+        errors[f"{run.spec.name} on {run.num_devices} ({i})"] = float(predicted.item()) / run.step_time_s - 1
+    return errors
+
+
+def lumi_runs() -> list[PublishedRun]:
+    """Returns the published runs that the model is fitted to."""
+    runs = [run for run in published.load(system="LUMI") if run.kind == "measured"]
+    return [run for run in runs if run.status in ("read", "mixed")]
+
+
+def paper_plan(**degrees: Any) -> Plan:
+    """Returns a plan as the paper ran them: ZeRO 1, one sequence a micro-batch, full recomputation, half precision."""
+    return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
+
+
+def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
+    """Returns plans of one model with the paper's kernels: FlashAttention-2, fp16 gradients."""
+    return Layouts.of(spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES)} | kernels)
+
+
+def hfu_percent(spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None) -> Array:
+    """Returns a step time as per cent of peak, counted as the authors' code does it: with recomputation.
+
+    Args:
+        spec: the model.
+        layouts: of it.
+        seconds: of one step, with any leading axes.
+        basis: default `FlopBasis.MEGATRON_RECOMPUTE`; `FlopBasis.MODEL` gives MFU.
+    """
+    flops = spec.flops_per_token(basis or FlopBasis.MEGATRON_RECOMPUTE)
+    tokens = layouts.global_batch_size * layouts.sequence_length
+    peak = float(calibration().hardware.peak_flops_per_s)
+    return 100 * flops * tokens / (np.asarray(seconds) * layouts.num_devices * peak)
+
+
+def throughput_layer(
+    label: str, x: Sequence[float], spec: ModelSpec, layouts: Layouts, *, basis: FlopBasis | None = None,
+    names: Sequence[str] = (),
+) -> Layer:  # fmt: skip
+    """Returns the modelled per cent of peak of one model's layouts, with the interval."""
+    found = calibration().predict(layouts)
+    middle, high, low = (hfu_percent(spec, layouts, each, basis) for each in (found.total_s, found.low_s, found.high_s))
+    return Layer.modelled(label, x, middle, low, high, error=model_error(), names=names)
+
+
+def step_draws(layouts: Layouts) -> Array:
+    """Returns step times under draws of the coefficients from their posterior, seconds, [DRAWS, layouts].
+
+    A ratio of two columns has its interval from these (`ratio_interval`): what both layouts have in common cancels.
+    """
+    found = calibration()
+    mean = np.log([getattr(found.coefficients, name) for name in NAMES])
+    values = np.random.default_rng(0).multivariate_normal(mean, found.covariance, size=DRAWS, method="svd")
+    return np.exp(log_time(layouts, found.hardware, np.clip(values, LOW, HIGH)))
+
+
+def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
+    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model, draws on the first axis.
+
+    Beside the coefficients, the formula may be wrong about one layout and not about the other: `ratio_misfit`.
+    """
+    wrong = np.random.default_rng(1).normal(0, ratio_misfit(), size=np.shape(ratios))
+    low, high = np.quantile(ratios * np.exp(wrong), (0.05, 0.95), axis=0)
+    return np.median(ratios, axis=0), low, high
+
+
+@lru_cache(maxsize=1)
+def ratio_misfit() -> float:
+    """Returns the ln-scale of what is wrong in modelled ratios: over pairs of LUMI's runs of 176B, each left out."""
+    errors = [error for name, error in left_out_errors().items() if name.startswith("GPT-175B")]
+    return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
+
+
+def misses(published_layer: Layer, modelled: Layer) -> str:
+    """Returns a sentence that names each published point outside the model's interval, or that none is."""
+    texts = []
+    names = published_layer.names or [f"{x:g}" for x in published_layer.x]
+    for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
+        place = int(np.argmin(np.abs(modelled.x - x)))
+        if not modelled.low[place] <= y <= modelled.high[place]:
+            low, middle, high = (_short(each[place]) for each in (modelled.low, modelled.y, modelled.high))
+            texts.append(f"{name}: published {_short(y)}, modelled {middle} ({low} to {high})")
+    if not texts:
+        return "All published points lie inside the model's interval."
+    return f"The model misses {len(texts)} of {len(names)} published points: {'; '.join(texts)}."
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,170 @@
+"""Frontier: the recipes of the three sizes, and what training 1T parameters on 20T tokens takes."""
+
+from typing import Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.estimate.activations import MEGATRON
+from kit.estimate.figures import plain_ticks
+from kit.estimate.memory import memory
+from kit.estimate.out_of_memory import RESERVE
+from kit.papers.frontier_model import MODELS, calibration, facts, layouts_of, misses, model_error, throughput_layer
+from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
+from kit.papers.panels import draw, finish, table_figure
+from kit.pictures import Rows, figure_style
+from kit.run import Run
+from kit.spec import FlopBasis, ModelSpec
+
+TOKENS = 20e12
+COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+DAY = 86_400.0
+PUBLISHED = (
+    "tensor parallel", "pipeline parallel", "micro-batch, sequences", "global batch, sequences", "GCDs of the script",
+    "ZeRO", "precision", "flash attention", "recompute", "% of peak, abstract",
+)  # fmt: skip
+"""Rows of the recipe that were read; the others are the model's."""
+
+
+def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a table.
+
+    Args:
+        runs: a column each, where they ran on a cluster.
+    """
+    known = facts()
+    columns = {model: _recipe(model) for model in MODELS}
+    own = [layer for layer in measured(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)
+           if layer.scale == "cluster"]  # fmt: skip
+    columns |= _own_recipes(runs)
+    names = list(columns["22B"])
+    rows: Rows = [{"": name} | {model: column.get(name, "") for model, column in columns.items()} for name in names]
+    published = Layer.published(known["throughput_percent"], label="throughput")
+    script = Layer.published(known["recipe_pipeline_parallel"], label="layouts")
+    layers = [published, script, Layer.modelled("recipes", [], [], [], [], error=model_error()), *own]
+    with figure_style() as plt:
+        figure, _ = table_figure(plt, rows)
+        text = (
+            "Layouts are those of the authors' launch scripts; which of them made the headline numbers is not proven. "
+            "The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the older is shown."
+        )
+        finish(figure, text, layers)
+    return figure, [{"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows]
+
+
+def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs, and the table."""
+    days = days_layer()
+    hours = Layer.modelled(days.label, days.x, *(e * days.x * 24 / 1e6 for e in (days.y, days.low, days.high)),
+                           error=model_error())  # fmt: skip
+    published = _published_days()
+    spent = Layer.published(
+        [published[0].replace(value=str(published[0].number * 3072 * 24 / 1e6), unit="million GCD-hours")],
+        label="from the paper's rate",
+    )  # fmt: skip
+    left = [Layer.published(published, label="from the paper's rate"), days]
+    own = measured(runs, x=lambda run: float(run.plan.num_devices), y=_days_of_run, label="your runs, scaled by FLOPs")
+    left += [layer for layer in own if layer.scale == "cluster"]
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.6))
+        for axis, layers in zip(axes, (left, [spent, hours]), strict=True):
+            draw(axis, layers)
+            axis.set(xscale="log", xlabel="GCDs")
+            axis.legend(loc="lower left")
+        axes[0].set(yscale="log", title="(a) days for 20T tokens")
+        plain_ticks(axes[0])
+        axes[1].set(title="(b) million GCD-hours", ylim=(0, 1.35 * float(hours.high.max())))
+        for axis in axes:
+            axis.set_xticks([512, 2048, 8192, 32768], ["512", "2,048", "8,192", "32,768"])
+            axis.minorticks_off()
+        text = f"{cost_text(days)} {misses(left[0], days)}"
+        finish(figure, text, [*left, spent, hours])
+    return figure, [*table(left, panel="days"), *table([spent, hours], panel="million GCD-hours")]
+
+
+def days_layer() -> Layer:
+    """Returns modelled days of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one batch."""
+    spec = ModelSpec.preset(MODELS["1T"])
+    plans = [recipe_plan("1T", data_parallel=n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
+    layouts = layouts_of(spec, plans)
+    found = calibration().predict(layouts)
+    steps = TOKENS / (STRONG_BATCH * spec.sequence_length)
+    days = [steps * seconds / DAY for seconds in (found.total_s, found.low_s, found.high_s)]
+    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
+
+
+def cost_text(days: Layer) -> str:
+    """Returns what the figure says in words: what it takes on the paper's GCDs, and on how many within a year."""
+    at = int(np.flatnonzero(days.x == 3072)[0])
+    exaflop = facts().value("training_exaflop", "1T on 20T tokens")
+    own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
+    fewer = f"{days.y[at] * 3072 / 365:,.0f} GCDs would have to work at that rate"
+    return (
+        f"On 3,072 GCDs {days.y[at]:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+        f"{days.y[at] * 3072 * 24 / 8e6:.1f} million node-hours. Within a year, {fewer}; at this batch "
+        f"{int(days.x[-1]):,} of them, most of Frontier, take {days.y[-1]:,.0f} days. Steps of {STRONG_BATCH:,} "
+        f"sequences, no restarts. Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list "
+        f"price. 6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract ({exaflop / 1e6:.0f})."
+    )
+
+
+def _published_days() -> list[Any]:
+    """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
+    spec = ModelSpec.preset(MODELS["1T"])
+    rate = next(fact for fact in facts()["throughput_tflops"] if fact.x == "1T")
+    tokens_per_s = rate.number * 1e12 * 3072 / spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
+    return [rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")]
+
+
+def _days_of_run(run: Run) -> np.ndarray:
+    """Returns days that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
+    rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
+    return ModelSpec.preset(MODELS["1T"]).flops_per_token() * TOKENS / rate / DAY
+
+
+def _recipe(model: str) -> dict[str, str]:
+    """Returns one column of the table: what the script says, then what the model says of it."""
+    known, spec, plan = facts(), ModelSpec.preset(MODELS[model]), recipe_plan(model)
+    layouts = layouts_of(spec, [plan])
+    held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
+    size = Site.load("frontier").device.memory_bytes
+    assert size
+    m, p = plan.num_microbatches, plan.pipeline_parallel
+    rate = throughput_layer("", [0], spec, layouts)
+    word = {fact.series: fact.value for fact in known.facts if fact.x == model}
+    stated = (
+        *(word[f"recipe_{name}"] for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size")),
+        word["recipe_global_batch_size"], word["recipe_devices"], word["recipe_zero_stage"], word["recipe_precision"],
+        word["recipe_flash_attention"], word["recipe_recompute"], word["throughput_percent"],
+    )  # fmt: skip
+    return dict(zip(PUBLISHED, stated, strict=True)) | {
+        "replicas": str(plan.data_parallel),
+        "micro-batches per replica": str(m),
+        "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
+        "GiB on the fullest GCD, modelled": f"{float(held.used_bytes.max()) / 2**30:.0f}",
+        "risk of out of memory, modelled": f"{float(held.out_of_memory_probability(size.value).max()):.1%}",
+        "% of peak, modelled (HFU)": f"{rate.y[0]:.1f} ({rate.low[0]:.1f} to {rate.high[0]:.1f})",
+    }
+
+
+def _own_recipes(runs: Runs) -> dict[str, dict[str, str]]:
+    """Returns a column for each run of a cluster."""
+    columns = {}
+    for run in opened(runs):
+        if scale_of(run) == "cluster":
+            plan, hfu = run.plan, np.nanmedian(hfu_percent(run))
+            values = (
+                plan.tensor_parallel,
+                plan.pipeline_parallel,
+                plan.micro_batch_size,
+                plan.global_batch_size,
+                plan.num_devices,
+                plan.zero_stage,
+                plan.precision,
+                "",
+                plan.recompute,
+                f"{hfu:.1f} (measured)",
+            )
+            columns[run.name] = dict(zip(PUBLISHED, map(str, values), strict=True))
+    return columns

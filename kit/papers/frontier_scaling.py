@@ -1,0 +1,220 @@
+"""Frontier, section V: throughput of the three sizes, and weak and strong scaling to 1,024 and 3,072 GCDs."""
+
+from typing import Any
+
+import numpy as np
+
+from kit.estimate.layouts import Array, Layouts
+from kit.monitor.figure import GREY
+from kit.papers.frontier_demo import MICROBATCHES, select
+from kit.papers.frontier_memory import LUMI_MODEL
+from kit.papers.frontier_model import (
+    MODELS,
+    facts,
+    layouts_of,
+    misses,
+    model_error,
+    paper_plan,
+    ratio_interval,
+    step_draws,
+    throughput_layer,
+)
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, table, tokens_per_s_and_device
+from kit.papers.panels import draw, finish
+from kit.pictures import Rows, figure_style
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import FlopBasis, ModelSpec
+
+REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
+STRONG_BATCH = 8064
+"""Sequences. The paper's 8,000 is remembered only; this is the next number that 6 and 16 replicas divide."""
+BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
+
+
+def recipe_plan(model: str, **changes: Any) -> Plan:
+    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`.
+
+    Args:
+        model: which.
+        changes: of the plan; without `data_parallel`, it follows from the script's number of GCDs.
+    """
+    known = facts()
+    names = ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "zero_stage", "global_batch_size")
+    fields = {name: int(known.value(f"recipe_{name}", model)) for name in names}
+    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
+    return paper_plan(**fields | {"data_parallel": int(known.value("recipe_devices", model)) // held} | changes)
+
+
+def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table."""
+    known = facts()
+    published = [Layer.published(known["throughput_percent"], label="paper's headline"),
+                 Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)")]  # fmt: skip
+    modelled = [_by_size("HFU", FlopBasis.MEGATRON_RECOMPUTE), _by_size("MFU", FlopBasis.MODEL)]
+    own = [layer for layer in measured(runs, x=_size_place, y=hfu_percent, label="your runs, HFU")
+           if layer.scale == "cluster"]  # fmt: skip
+    layers = [*published, *modelled, *own]
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(5.6, 3.8))
+        draw(axis, layers)
+        axis.set_xticks(range(len(MODELS)), list(MODELS))
+        axis.set(xlim=(-0.4, 2.6), ylim=(0, 50), title="% of the peak of a GCD (191.5 TFLOP/s)")
+        axis.legend(ncols=2, loc="lower left")
+        text = (
+            "HFU counts the recomputed forward pass, MFU does not. The headline is taken as HFU, since the authors' "
+            f"code prints that. Layouts and batches of the authors' launch scripts. {misses(published[0], modelled[0])}"
+        )
+        finish(figure, text, layers)
+    return figure, table(layers)
+
+
+def weak_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns throughput per GCD with the batch growing with the replicas, relative to one replica; and the table."""
+    return _scaling(runs, "weak", {"micro_batch_size": 1, "num_microbatches": MICROBATCHES})
+
+
+def strong_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the same at a constant batch, with LUMI's logged runs beside; and the table."""
+    return _scaling(runs, "strong", {"micro_batch_size": 1, "global_batch_size": MICROBATCHES})
+
+
+def efficiency_layer(model: str, kind: str) -> Layer:
+    """Returns modelled scaling efficiency, %, of `175B` or `1T`: throughput per GCD over that of one replica."""
+    layouts = layouts_of(ModelSpec.preset(MODELS[model]), scaling_plans(model, kind))
+    return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
+
+
+def scaling_plans(model: str, kind: str) -> list[Plan]:
+    """Returns the authors' layout on 1, 2, ... replicas: their batch per replica (`weak`) or one batch (`strong`)."""
+    each = recipe_plan(model)
+    share = each.global_batch_size // each.data_parallel
+    return [
+        recipe_plan(model, data_parallel=n, global_batch_size=n * share if kind == "weak" else STRONG_BATCH)
+        for n in REPLICAS[model]
+    ]
+
+
+def lumi_layers() -> list[Layer]:
+    """Returns LUMI's logged strong scaling of 176B, %, and the model's (fitted to these runs among others)."""
+    steps = facts()["lumi_step_s"]
+    first = min(steps, key=lambda fact: float(fact.x))
+    relative = [
+        fact.replace(value=str(100 * first.number * float(first.x) / (fact.number * float(fact.x))), known="derived")
+        for fact in steps
+    ]
+    plans = [
+        paper_plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=int(fact.x) // 64, micro_batch_size=2,
+                   global_batch_size=1024) for fact in steps
+    ]  # fmt: skip
+    layouts = Layouts.of(LUMI_MODEL, plans, flash_attention=0)
+    log = Layer.published(relative, label="LUMI 176B, logs")
+    return [log, Layer.modelled("LUMI 176B", log.x, *_efficiency(layouts), error=model_error())]
+
+
+def batch_layer(model: str) -> Layer:
+    """Returns modelled efficiency on all replicas against the batch: what the unknown batch of the paper decides."""
+    spec, most = ModelSpec.preset(MODELS[model]), REPLICAS[model][-1]
+    batches = [batch for batch in BATCHES if batch % most == 0]
+    pairs = [
+        _efficiency(layouts_of(spec, [recipe_plan(model, data_parallel=n, global_batch_size=b) for n in (1, most)]))
+        for b in batches
+    ]
+    middle, low, high = (np.array([pair[i][1] for pair in pairs]) for i in range(3))
+    return Layer.modelled(f"{model}, {most} replicas", batches, middle, low, high, error=model_error())
+
+
+def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
+    """Returns (median, low, high) of throughput per device over that of the first layout, %, which is 100 exactly."""
+    rate = layouts.global_batch_size / (step_draws(layouts) * layouts.num_devices)
+    middle, low, high = ratio_interval(100 * rate / rate[:, :1])
+    low[0] = high[0] = 100.0
+    return middle, low, high
+
+
+def _by_size(label: str, basis: FlopBasis) -> Layer:
+    parts = []
+    for model, preset in MODELS.items():
+        spec = ModelSpec.preset(preset)
+        parts.append(throughput_layer(label, [0], spec, layouts_of(spec, [recipe_plan(model)]), basis=basis))
+    y, low, high = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "low", "high"))
+    return Layer.modelled(label, np.arange(3.0), y, low, high, error=model_error(), names=list(MODELS))
+
+
+def _size_place(run: Run) -> float:
+    """Returns where a run stands between the three sizes, by the logarithm of its parameters."""
+    sizes = np.log([ModelSpec.preset(preset).num_params for preset in MODELS.values()])
+    return float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0)))
+
+
+def _published_efficiency(kind: str) -> Layer:
+    known = [fact.replace(x=fact.x.split()[-1]) for fact in facts()[f"{kind}_scaling_percent"]]
+    return Layer.published(known, label="paper: 175B on 1,024, 1T on 3,072")
+
+
+def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, Rows]:
+    published, lines = _published_efficiency(kind), [efficiency_layer(model, kind) for model in REPLICAS]
+    panels = {"paper": [published, *lines]}
+    if kind == "strong":
+        panels["paper"] += lumi_layers()
+        panels["batch"] = [batch_layer(model) for model in REPLICAS]
+    chosen = select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields)
+    found = measured(chosen, x=lambda run: float(run.plan.num_devices), y=tokens_per_s_and_device, line=True,
+                     label="tokens/s per device")  # fmt: skip
+    panels |= {layer.scale: [layer] for layer in found if len(layer.x) > 1}
+    with figure_style() as plt:
+        widths = [3.0, *([1.7] * (len(panels) - 1))]
+        figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 1.7 * sum(widths)), 3.8), squeeze=False,
+                                    width_ratios=widths)  # fmt: skip
+        for axis, (name, layers) in zip(axes[0], panels.items(), strict=True):
+            draw(axis, layers)
+            _label(axis, name, kind, layers, published)
+        everything = [layer for layers in panels.values() for layer in layers]
+        finish(figure, _scaling_text(kind, published, lines), everything)
+    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+
+
+def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Layer) -> None:
+    """Gives a panel its scale, ticks and title."""
+    places = sorted({int(x) for layer in layers for x in layer.x})
+    if name in ("paper", "batch"):
+        places = (64, 128, 256, 512, 1024, 3072) if name == "paper" else (1008, 4032, 16128)
+        axis.set(xscale="log", ylim=(0, 119))
+        axis.legend(loc="lower left", fontsize=7.5)
+    else:
+        axis.set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in layers))
+    axis.set_xticks(places, [f"{place:,}" for place in places])
+    axis.minorticks_off()
+    titles = {"paper": (f"{kind.capitalize()} scaling, % of one replica", "GCDs"),
+              "batch": ("the same by batch", "sequences a step"),
+              "demo": ("tokens/s per core", "processes"), "cluster": ("tokens/s per device", "devices")}  # fmt: skip
+    axis.set(title=titles[name][0], xlabel=titles[name][1])
+    if name == "batch":
+        for y in published.y:
+            axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+        text = "paper: " + " and ".join(f"{y:.0f}" for y in published.y)
+        axis.annotate(text, (0.98, min(published.y) - 1.5), xycoords=("axes fraction", "data"), ha="right", va="top",
+                      fontsize=7, color=GREY)  # fmt: skip
+
+
+def _scaling_text(kind: str, published: Layer, lines: list[Layer]) -> str:
+    setting = "Batches per replica of the authors' scripts (320 and 512 sequences)."
+    if kind == "strong":
+        setting = (
+            f"A batch of {STRONG_BATCH:,} sequences: the paper's 8,000 is remembered, not read, as is where its curve "
+            f"starts; here it starts at one replica. LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs."
+        )
+    told = []
+    for name, y, line in zip(("175B", "1T"), published.y, lines, strict=True):
+        inside = line.low[-1] <= y <= line.high[-1]
+        told.append(f"{name} {y:.0f} % published, {line.y[-1]:.1f} % ({line.low[-1]:.1f} to {line.high[-1]:.1f}) "
+                    f"modelled: {'inside' if inside else 'MISSED, outside'} the interval")  # fmt: skip
+    return f"{setting} {'; '.join(told)}.{_matching_batch(published) if kind == 'strong' else ''}"
+
+
+def _matching_batch(published: Layer) -> str:
+    """Returns a sentence with the batches at which the model gives the paper's numbers."""
+    batches = [
+        float(np.interp(y, layer.y, layer.x)) for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
+    ]
+    return f" The model gives them at {batches[0]:,.0f} and {batches[1]:,.0f} sequences a step."

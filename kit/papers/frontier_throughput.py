@@ -1,0 +1,141 @@
+"""Frontier, section III: throughput against tensor parallelism, micro-batches and pipeline stages, and what it says.
+
+The paper's curves could not be read, so there are no published points here; its four observations are checked as
+relations on the model, with the interval, and on demo-scale runs of this machine.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kit.papers.frontier_demo import MICROBATCHES, select
+from kit.papers.frontier_model import (
+    layouts_of,
+    paper_plan,
+    throughput_layer,
+)
+from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_device
+from kit.papers.layers import hfu_percent as run_hfu_percent
+from kit.papers.panels import draw, finish
+from kit.pictures import Rows, figure_style
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+MODEL = "gpt-22b"
+TENSOR = (1, 2, 4, 8, 16)
+STAGES = (4, 6, 8, 12, 16, 24)
+PER_STAGE = 8
+"""Micro-batches per stage; both lines meet where 8 stages have 64 of them."""
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ALONE = {"data_parallel": 1, "micro_batch_size": 1}
+"""Fields of the demo-scale runs that these figures show: one replica."""
+NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
+
+
+def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns throughput against tensor parallelism at constant pipeline and micro-batches, and its table."""
+    model = _modelled("22B, 8 stages, 128 micro-batches", TENSOR, tensor_plans())
+    text = f"{NOT_PUBLISHED} A node has 8 GCDs: beyond, all-reduces cross the network."
+    fields = ALONE | {"pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
+    return _figure([model], runs, fields, "tensor_parallel", text, ticks=TENSOR)
+
+
+def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns throughput against pipeline stages, batch fixed and micro-batches per stage fixed, and its table."""
+    fixed, scaled = pipeline_plans()
+    models = [_modelled("64 micro-batches", STAGES, fixed), _modelled(f"{PER_STAGE} per stage", STAGES, scaled)]
+    text = f"{NOT_PUBLISHED} 22B, TP 2. With micro-batches per stage constant it falls since one stage has all logits."
+    fields = ALONE | {"tensor_parallel": 1}
+    scaled_demo = [run for run in select(runs, **fields) if run.plan.num_microbatches == 4 * run.plan.pipeline_parallel]
+    demo = [
+        *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "4 sequences a step"),
+        *_demo(scaled_demo, "pipeline_parallel", "4 micro-batches per stage"),
+    ]
+    return _draw([*models, *_paper_scale(runs, "pipeline_parallel")], demo, "pipeline_parallel", text, STAGES)
+
+
+def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns throughput against micro-batches per replica at a constant number of stages, and its table."""
+    plans = microbatch_plans()
+    model = _modelled("22B, TP 2, 8 stages", COUNTS, plans)
+    text = f"{NOT_PUBLISHED} The bubble, (p - 1) of (m + p - 1) slots, shrinks as m grows."
+    fields = ALONE | {"pipeline_parallel": 2, "tensor_parallel": 1}
+    return _figure([model], runs, fields, "num_microbatches", text, ticks=COUNTS)
+
+
+# Plans --------------------------------------------------------------------------------------------------------------
+
+
+def tensor_plans() -> list[Plan]:
+    """Returns one replica of 8 stages and 128 micro-batches at each tensor-parallel degree."""
+    return [paper_plan(tensor_parallel=t, pipeline_parallel=8, global_batch_size=128) for t in TENSOR]
+
+
+def pipeline_plans() -> tuple[list[Plan], list[Plan]]:
+    """Returns (64 micro-batches whatever the stages, a constant number of them per stage)."""
+    common = {"tensor_parallel": 2}
+    fixed = [paper_plan(pipeline_parallel=p, global_batch_size=8 * PER_STAGE, **common) for p in STAGES]
+    return fixed, [paper_plan(pipeline_parallel=p, global_batch_size=p * PER_STAGE, **common) for p in STAGES]
+
+
+def microbatch_plans() -> list[Plan]:
+    """Returns 8 stages with more and more micro-batches."""
+    return [paper_plan(tensor_parallel=2, pipeline_parallel=8, global_batch_size=m) for m in COUNTS]
+
+
+# Drawing ------------------------------------------------------------------------------------------------------------
+
+
+def _modelled(label: str, x: Sequence[int], plans: Sequence[Plan]) -> Layer:
+    spec = ModelSpec.preset(MODEL)
+    return throughput_layer(label, x, spec, layouts_of(spec, plans))
+
+
+def _field(name: str) -> Any:
+    return lambda run: float(getattr(run.plan, name))
+
+
+def _paper_scale(runs: Runs, name: str) -> list[Layer]:
+    return [layer for layer in measured(runs, x=_field(name), y=run_hfu_percent) if layer.scale == "cluster"]
+
+
+def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
+    layers = measured(runs, x=_field(name), y=tokens_per_s_and_device, label=label, line=True)
+    return [layer for layer in layers if layer.scale == "demo"]
+
+
+def _figure(
+    models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, text: str, ticks: Sequence[int]
+) -> tuple[Any, Rows]:
+    demo = _demo(select(runs, **fields), name, "this machine, a process a core")
+    return _draw([*models, *_paper_scale(runs, name)], demo, name, text, ticks)
+
+
+def _draw(paper: list[Layer], demo: list[Layer], name: str, text: str, ticks: Sequence[int]) -> tuple[Any, Rows]:
+    """Returns one panel at the paper's scale, and beside it one at demo scale where such runs are given."""
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, 2 if demo else 1, figsize=(6.8, 3.5) if demo else (4.8, 3.5), squeeze=False,
+                                    width_ratios=[3, 2] if demo else [1])  # fmt: skip
+        draw(axes[0, 0], paper)
+        top = max(float(np.nanmax(layer.high)) for layer in paper)
+        axes[0, 0].set(ylim=(0, 1.08 * top), title="% of peak per GCD, recomputation counted (HFU)")
+        _scale_x(axes[0, 0], ticks, name)
+        axes[0, 0].set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
+        axes[0, 0].legend(loc="lower right" if name == "num_microbatches" else "lower left")
+        if demo:
+            draw(axes[0, 1], demo)
+            axes[0, 1].set(title="tokens/s per core, this machine")
+            axes[0, 1].set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in demo))
+            _scale_x(axes[0, 1], sorted({int(x) for layer in demo for x in layer.x}), name)
+            axes[0, 1].legend(loc="lower right" if name == "num_microbatches" else "lower left")
+        finish(figure, text, [*paper, *demo])
+    return figure, [*table(paper, panel="paper's scale"), *table(demo, panel="demo scale")]
+
+
+def _scale_x(axis: Any, ticks: Sequence[int], name: str) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
+    axis.set_xlabel({"num_microbatches": "micro-batches per replica"}.get(name, name.replace("_", " ")))

@@ -1,0 +1,307 @@
+"""The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what was measured.
+
+A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes its layers, draws each
+panel with `draw(axis, layers)` and ends with `finish(figure, text, layers)`, both of `panels.py`, and returns
+`table(layers)`, or rows of its own, each with a key `layer`:
+
+    facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
+    def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+        layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey markers
+                  Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
+                  *measured(runs, x=tokens, y=final_loss)]                       # filled markers, demo scale marked
+        with figure_style() as plt:
+            figure, axis = plt.subplots()
+            draw(axis, layers)
+            finish(figure, "What is seen. What is missed.", layers)
+        return figure, table(layers)
+
+Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is never drawn as
+published, a modelled line says how wrong the model is, and demo-scale points never share a panel with a paper's.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
+from kit.monitor.runs import find_runs
+from kit.pictures import Rows
+from kit.run import Run
+
+Runs = Sequence[Run | str | Path]
+"""Runs, run directories, or folders of them."""
+DATA = Path(__file__).parent / "data"
+WARM_UP = 2
+"""Steps at the start of an attempt whose times are left out."""
+LOAD = "load.json"
+"""Beside demo-scale runs: how busy the machine was before the first of them."""
+QUIET_LOAD = 1.5
+"""Processes at work besides; with more, measured times mean little."""
+
+
+Known = Literal["read", "quoted", "derived", "remembered"]
+"""How a number of a paper is known.
+
+read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it. derived: computed
+from numbers that were read; the note says how. remembered: not found in any source that could be checked, so a hint,
+never drawn and never a test's yardstick.
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fact(Record):
+    """One number that a paper or a public log states, or one word of a recipe."""
+
+    series: str = field_doc("what the number is one of")
+    x: str = field_doc("which one: a number on the axis, or a name")
+    value: str = field_doc("as a number, or a word")
+    known: Known = field_doc("how")
+    source: str = field_doc("that anyone can look up")
+    unit: str = field_doc("of the value", default="")
+    note: str = field_doc("what to know about it", default="")
+
+    @property
+    def number(self) -> float:
+        """The value as a number."""
+        return float(self.value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts of one paper, by series."""
+
+    name: str
+    facts: tuple[Fact, ...]
+
+    @classmethod
+    def load(cls, name: str) -> Self:
+        """Returns the facts in `kit/papers/data/NAME.csv`.
+
+        Raises:
+            ConfigError: no such file, or a line that is no fact; the message says which.
+        """
+        file, found = DATA / f"{name}.csv", []
+        if not file.exists():
+            raise ConfigError(
+                f"papers: {name!r} has no facts. {suggestion(name, [f.stem for f in DATA.glob('*.csv')])}"
+            )
+        with file.open(newline="", encoding="utf-8") as stream:
+            for line, row in enumerate(csv.DictReader(stream), start=2):
+                found.append(Fact.from_dict({k: v for k, v in row.items() if v}, f"{file.name}:{line}"))
+        return cls(name=name, facts=tuple(found))
+
+    def __getitem__(self, series: str) -> tuple[Fact, ...]:
+        found = tuple(fact for fact in self.facts if fact.series == series)
+        if not found:
+            raise ConfigError(f"{self.name}.csv: {series!r} is unknown. {suggestion(series, self.series)}")
+        return found
+
+    @property
+    def series(self) -> list[str]:
+        """Names of all series, in order."""
+        return list(dict.fromkeys(fact.series for fact in self.facts))
+
+    def value(self, series: str, x: str) -> float:
+        """Returns the number of one fact."""
+        found = [fact for fact in self[series] if fact.x == x]
+        if len(found) != 1:
+            raise ConfigError(f"{self.name}.csv: {series} of {x!r}: {len(found)} facts, expected one.")
+        return found[0].number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Layer:
+    """Points of one kind: published (hollow, grey), modelled (a line with its interval) or measured (filled)."""
+
+    kind: Literal["published", "modelled", "measured"]
+    label: str
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    """End of the interval of y; NaN where there is none. So `high`."""
+    high: np.ndarray
+    source: str
+    """Where it comes from; for a modelled layer how wrong the model is, and on what."""
+    scale: Literal["paper", "cluster", "demo"] = "paper"
+    names: tuple[str, ...] = ()
+    """Of the points, where x is only a place on the axis."""
+    joined: bool = False
+    """Measured points are joined by a line."""
+
+    @classmethod
+    def published(cls, facts: Sequence[Fact], *, label: str, names: Sequence[str] = (), scale: float = 1.0) -> Self:
+        """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x as names.
+
+        Args:
+            facts: of one series.
+            label: for the legend and the table.
+            names: keep these x only, in this order; default all.
+            scale: multiplies the values.
+
+        Raises:
+            ConfigError: one of them is only remembered.
+        """
+        facts = [next(fact for fact in facts if fact.x == name) for name in names] if names else list(facts)
+        for fact in facts:
+            if fact.known == "remembered":
+                raise ConfigError(f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as published.")
+        try:
+            x, names = np.array([float(fact.x) for fact in facts]), ()
+        except ValueError:
+            x, names = np.arange(float(len(facts))), tuple(fact.x for fact in facts)
+        y = scale * np.array([fact.number for fact in facts])
+        how = {fact.known for fact in facts} - {"read"}
+        sources = "; ".join(dict.fromkeys(fact.source for fact in facts))
+        source = f"{sources} ({', '.join(sorted(how))})" if how else sources
+        empty = np.full(len(x), math.nan)
+        return cls(kind="published", label=label, x=x, y=y, low=empty, high=empty, source=source, names=tuple(names))
+
+    @classmethod
+    def modelled(
+        cls, label: str, x: Any, y: Any, low: Any, high: Any, *, error: str, names: Sequence[str] = ()
+    ) -> Self:
+        """Returns a modelled line with its interval.
+
+        Args:
+            label: for the legend and the table.
+            x: places on the axis.
+            y: modelled values.
+            low: lower end of the 90 % interval.
+            high: upper end.
+            error: how wrong the model is, and on which measurements.
+            names: of the points, where x is only a place.
+
+        Raises:
+            ConfigError: no error is stated.
+        """
+        if not error:
+            raise ConfigError(
+                f"layer {label!r}: error '' is not allowed. Say how wrong the model is on what was measured."
+            )
+        columns = [np.atleast_1d(np.asarray(column, dtype=float)) for column in (x, y, low, high)]
+        x, y, low, high = (np.broadcast_to(column, columns[0].shape) for column in columns)
+        return cls(kind="modelled", label=label, x=x, y=y, low=low, high=high, source=error, names=tuple(names))
+
+    def rows(self) -> Rows:
+        """Returns one row per point: layer, series, scale, x, y, low, high, source."""
+        names = self.names or [None] * len(self.x)
+        return [
+            {"layer": self.kind, "series": self.label, "scale": self.scale, "x": name or float(x), "y": float(y),
+             "low": float(low), "high": float(high), "source": self.source}
+            for x, y, low, high, name in zip(self.x, self.y, self.low, self.high, names, strict=True)
+        ]  # fmt: skip
+
+
+def table(layers: Iterable[Layer], **columns: Any) -> Rows:
+    """Returns the rows of all layers; `columns` are put before each, such as `panel="(a)"`."""
+    return [columns | row for layer in layers for row in layer.rows()]
+
+
+# Runs of your own, and of this machine ------------------------------------------------------------------------------
+
+
+def opened(runs: Runs) -> list[Run]:
+    """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import` made into one.
+
+    Args:
+        runs: runs, run directories, or folders of them.
+
+    Raises:
+        RunError: there is no run in a folder.
+        ConfigError: a log itself is given.
+    """
+    found = []
+    for run in runs:
+        if isinstance(run, Run):
+            found.append(run)
+            continue
+        if Path(run).is_file():
+            raise ConfigError(f"{run} is a file. Make a run directory of a log first: kit import {run} DIRECTORY.")
+        found += [Run.open(each) for each in find_runs(Path(run)) or [run]]
+    return found
+
+
+def note_load(directory: str | Path) -> None:
+    """Writes into a folder of runs to come how busy the machine is, once."""
+    file = Path(directory) / LOAD
+    if not file.exists():
+        write_atomic(file, json.dumps({"load": os.getloadavg()[0]}) + "\n")
+
+
+def was_quiet(directory: str | Path) -> bool:
+    """Returns whether the machine had little else to do when the runs in a folder began; True where nobody noted it."""
+    file = Path(directory) / LOAD
+    return not file.exists() or json.loads(file.read_text())["load"] < QUIET_LOAD
+
+
+def demo_source(directories: Iterable[str | Path]) -> str:
+    """Returns the source of what was measured in these folders on this machine, and whether it was busy then."""
+    busy = not all(map(was_quiet, directories))
+    return "this machine, demo scale" + (", while other programs were at work" if busy else "")
+
+
+def scale_of(run: Run) -> Literal["cluster", "demo"]:
+    """Returns `demo` for processes that share one machine's cores, `cluster` for everything else."""
+    return "demo" if run.site.scheduler == "local" else "cluster"
+
+
+def measured(
+    runs: Runs,
+    *,
+    x: Callable[[Run], float],
+    y: Callable[[Run], np.ndarray],
+    label: str = "your runs",
+    line: bool = False,
+) -> list[Layer]:
+    """Returns measured points, a layer for demo scale and one for clusters, those that there are.
+
+    A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the middle half of them.
+
+    Args:
+        runs: run directories; runs with too few steps, or for which x or y is NaN, are left out.
+        x: place of a run on the axis.
+        y: of each of its steps.
+        label: for the legend and the table.
+        line: points of one layer are joined.
+    """
+    layers = []
+    runs = opened(runs)
+    for scale in ("demo", "cluster"):
+        points = []
+        for run in runs:
+            values = np.asarray(y(run), dtype=float)[WARM_UP:] if scale_of(run) == scale else np.empty(0)
+            values = values[np.isfinite(values)]
+            if values.size and math.isfinite(x(run)):
+                points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
+        if points:
+            points.sort()
+            places, middle, low, high = (np.array(column) for column in zip(*(p[:4] for p in points), strict=True))
+            where = "run directories given to the figure"
+            if scale == "demo":
+                where = demo_source({run.directory.parent for run in runs if scale_of(run) == "demo"})
+            layers.append(
+                Layer(kind="measured", label=label, x=places, y=middle, low=low,
+                      high=high, source=where, scale=scale, joined=line)
+            )  # fmt: skip
+    return layers
+
+
+def hfu_percent(run: Run) -> np.ndarray:
+    """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
+    hfu = run.metrics().hfu()
+    return np.full(len(run.metrics()), math.nan) if hfu is None else 100 * hfu
+
+
+def tokens_per_s_and_device(run: Run) -> np.ndarray:
+    """Returns tokens/s of each step and device; processes that share a core count as one device."""
+    devices = run.plan.num_devices
+    if scale_of(run) == "demo":
+        devices = min(devices, run.site.devices_per_node)
+    return run.metrics().tokens_per_s / devices

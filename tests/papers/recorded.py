@@ -1,0 +1,51 @@
+"""Run directories with recorded steps and no job, for figures."""
+
+import json
+from pathlib import Path
+
+from cluster.site import Site
+from kit.estimate.objectives import plan_of
+from kit.papers.frontier_demo import MODEL, STEPS, objective, study
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+SLOW_FIRST = 5.0
+"""Factor of the first two steps, which no figure may count."""
+
+
+def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:
+    """Returns a run whose steps, but for the first two, take as long as `tokens_per_s` over all devices says."""
+    run = Run.create(directory, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=STEPS), site=site)
+    run.plan.write(run.directory / "plan.attempt_01.json")
+    tokens = plan.global_batch_size * spec.sequence_length
+    rows = [
+        {"step": step, "attempt": 1, "time": 1e9 + step, "tokens": tokens, "loss": 9.0, "grad_norm": 1.0,
+         "step_time_s": tokens / tokens_per_s * (SLOW_FIRST if step <= 2 else 1 + step / 1000), "learning_rate": 1e-3,
+         "memory_bytes": 30 * 2**30}
+        for step in range(1, STEPS + 1)
+    ]  # fmt: skip
+    (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def cluster_run(directory: Path, hfu: float = 0.35) -> Run:
+    """Returns a run of 175B on 128 GCDs of Frontier."""
+    spec = ModelSpec.preset("gpt-175b")
+    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
+                recompute="full", precision="bf16")  # fmt: skip
+    rate = hfu * 191.5e12 * 128 / spec.hardware_flops_per_token("full")
+    return record(directory, spec, plan, Site.load("frontier"), rate)
+
+
+def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
+    """Records the demo-scale study: tokens/s by (tensor, pipeline, micro-batches); default 1,000 per process."""
+    site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
+    rate = objective(directory, "data")
+    for parameters in study():
+        plan = plan_of(parameters, devices_per_node=1, base=rate.base)
+        key = (plan.tensor_parallel, plan.pipeline_parallel, plan.num_microbatches)
+        name = "-".join(f"{key}_{value}" for key, value in sorted(parameters.items()))
+        record(directory / name, MODEL, plan, site, rates.get(key, 1000.0 * plan.num_devices))
+    return directory

@@ -1,0 +1,97 @@
+"""Layers: what may be drawn as published, what may share a panel, and runs of your own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kit.errors import ConfigError, RunError
+from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, opened, table
+from kit.papers.panels import caption, draw, finish
+from kit.papers.relations import Relation
+from kit.pictures import figure_style
+from tests.papers.recorded import cluster_run, demo_study
+
+
+@pytest.mark.parametrize("name", [file.stem for file in DATA.glob("*.csv")])
+def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
+    facts = Facts.load(name)
+    assert all(fact.source and fact.known in ("read", "quoted", "derived", "remembered") for fact in facts.facts)
+    pairs = [(fact.series, fact.x) for fact in facts.facts]
+    assert len(set(pairs)) == len(pairs), "each fact once"
+    for fact in facts.facts:
+        if fact.known == "remembered":
+            assert "memory" in fact.source
+            with pytest.raises(ConfigError, match="remembered, not read"):
+                Layer.published([fact], label="paper")
+
+
+def test_unknown_names_are_told() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'frontier'"):
+        Facts.load("fronteir")
+    with pytest.raises(ConfigError, match="Did you mean 'throughput_percent'"):
+        Facts.load("frontier")["throughput_persent"]
+    with pytest.raises(ConfigError, match="0 facts, expected one"):
+        Facts.load("frontier").value("throughput_percent", "7B")
+
+
+def test_a_model_must_say_how_wrong_it_is() -> None:
+    with pytest.raises(ConfigError, match="Say how wrong the model is"):
+        Layer.modelled("model", [1], [1], [1], [1], error="")
+
+
+def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
+    folder = demo_study(tmp_path / "demo", {})
+    runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
+    found = measured(runs, x=lambda run: float(run.plan.num_devices), y=hfu_percent, label="ours")
+    assert [layer.scale for layer in found] == ["demo", "cluster"]
+    assert len(found[0].x) == 8 and found[1].y == pytest.approx([30], rel=0.01)
+    assert found[0].source == "this machine, demo scale"
+    (folder / LOAD).write_text('{"load": 7.5}')
+    busy, _ = measured(runs, x=lambda run: 1.0, y=hfu_percent)
+    assert busy.source.endswith("while other programs were at work")
+    with figure_style() as plt:
+        figure, (left, right) = plt.subplots(1, 2)
+        draw(left, found[:1])
+        draw(right, found[1:])
+        with pytest.raises(ConfigError, match="do not belong in one panel"):
+            draw(right, found)
+    assert [[text.get_text() for text in axis.texts] for axis in (left, right)] == [["demo scale"], []]
+
+
+def test_caption_and_table_name_every_layer() -> None:
+    facts = Facts.load("frontier")
+    layers = [
+        Layer.published(facts["throughput_percent"], label="paper"),
+        Layer.modelled("model", [0, 1, 2], [1, 2, 3], [0, 1, 2], [2, 3, 4], error="5 % on 9 runs"),
+    ]
+    with figure_style() as plt:
+        figure, axis = plt.subplots()
+        draw(axis, layers)
+        finish(figure, "What is seen.", layers)
+    assert caption(figure) == (
+        "What is seen. Published: Dash et al., arXiv 2312.12705, abstract. Modelled: 5 % on 9 runs."
+    )
+    assert len(axis.lines) == 2 and axis.lines[0].get_markerfacecolor() == "white"
+    rows = table(layers, panel="a")
+    assert [row["x"] for row in rows] == ["22B", "175B", "1T", 0, 1, 2]
+    assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
+
+
+def test_a_log_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("iteration 1")
+    with pytest.raises(ConfigError, match="kit import"):
+        opened([tmp_path / "train.log"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="not a run directory"):
+        opened([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize(
+    "interval, verdict",
+    [((0.7, 0.9), "holds"), ((0.9, 1.1), "holds within the interval"), ((1.05, 1.1), "fails")],
+)
+def test_verdicts_look_at_the_interval(interval: tuple[float, float], verdict: str) -> None:
+    low, high = interval
+    relation = Relation(claim="x", layer="modelled", value=1, low=low, high=high, expected="below 1", at_most=1)
+    assert relation.verdict == relation.row()["verdict"] == verdict
