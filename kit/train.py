@@ -27,8 +27,8 @@ from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, take_request, update_state, write_rank_heartbeat
 from kit.checkpoint import CheckpointWriter
 from kit.data import Samples
-from kit.engines.native import NativeEngine
-from kit.errors import DataError, RunError
+from kit.engines import build_engine
+from kit.errors import DataError, MissingPackageError, RunError
 from kit.metrics import MetricsWriter
 from kit.run import Run
 
@@ -49,7 +49,7 @@ class Trainer:
             run.checkpoints.recover()
         dist.barrier()
         resume_from = max(run.checkpoints.steps(), default=None)
-        self.engine = NativeEngine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
+        self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
         self.writer = CheckpointWriter(
             run.checkpoints, attempt=attempt, keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
         )
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
         return 0
-    except (ConfigError, DataError, RunError, JobError) as error:
+    except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = os.EX_CONFIG  # tells the supervisor that another try would end the same way
     except Exception:

@@ -1,0 +1,38 @@
+"""Starts DeepSpeed without its surprises: nothing is compiled, nothing waits for a lock, nothing is printed."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+
+
+# Of DeepSpeed 0.19.8 under torch 2.13; neither is about what the kit or its user does.
+HARMLESS = {
+    r".*all_gather_into_tensor. is deprecated": FutureWarning,  # it calls torch's collectives by their old names
+    r".*reduce_scatter_tensor. is deprecated": FutureWarning,
+    r".*script_method. is deprecated": DeprecationWarning,  # torch's own module, which its optimizers import
+}
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Returns the deepspeed package, set up for ranks on `device`; the process group must exist.
+
+    On a CPU, DeepSpeed compiles a shared-memory collective when it starts: half a minute, a compiler, and for ever if
+    a killed job left its lock in TORCH_EXTENSIONS_DIR. Told that the operation does not fit, it uses gloo. The table
+    is set, not changed: reading it would try the compiler on every operation that DeepSpeed has, and the kit uses none.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it warns that it found no accelerator
+    if device.type == "cuda":
+        # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank one device.
+        os.environ["LOCAL_RANK"] = str(device.index)
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    for message, category in HARMLESS.items():
+        warnings.filterwarnings("ignore", message, category)
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    return deepspeed
