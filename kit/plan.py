@@ -111,10 +111,13 @@ class Plan(Record):
             "zero_stage": pipeline and self.zero_stage > 1 and "its pipeline sums gradients whole; use 0 or 1",
             "schedule": pipeline and self.schedule != "1f1b" and "its pipeline runs 1F1B only; use '1f1b'",
             "sequence_parallel": self.sequence_parallel and "its Frontier recipe has none; turn it off",
+            # torch keeps and recomputes operations by their order, which gathering and dropping weights upsets.
+            "recompute": self.zero_stage == 3 and self.recompute == "selective" and "not with zero_stage 3; use 'full'",
             "compile": self.compile and "compiled blocks were not tried under it; turn it off",
             # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by 8e-3.
-            "precision": self.precision != "fp32" and self.zero_stage == 0 and "stage 0 keeps bf16 sums of gradients; "
-            "use zero_stage 1, also with one replica",
+            "precision": self.precision != "fp32"
+            and self.zero_stage == 0
+            and "stage 0 keeps bf16 sums of gradients; use zero_stage 1, also with one replica",
         }
         for name, reason in refused.items():
             if reason:

@@ -28,6 +28,7 @@ from cluster.state import JobError, JobState, take_request, update_state, write_
 from kit.checkpoint import CheckpointWriter
 from kit.data import Samples
 from kit.engines import build_engine
+from kit.engines.deepspeed_config import deepspeed_config
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.metrics import MetricsWriter
 from kit.run import Run
@@ -240,6 +241,9 @@ def _record_attempt(run: Run, attempt: int) -> None:
     import json
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    if run.plan.engine == "deepspeed":
+        config = deepspeed_config(run.plan, run.recipe)
+        write_atomic(run.directory / "deepspeed.json", json.dumps(config, indent=2) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     facts = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from kit.bench import overhead, startup, train_speed
+from kit.bench import engines, overhead, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -17,6 +17,7 @@ from kit.notebook import demo_dataset
 
 BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
+    "engines": lambda workplace, dataset: engines.measure(workplace),
     "startup": startup.measure,
     "overhead": overhead.measure,
 }

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from kit.engines.deepspeed_config import check_batch, deepspeed_config
-from kit.engines.deepspeed_start import import_deepspeed
+from kit.engines.deepspeed_start import import_deepspeed, quiet
 from kit.engines.deepspeed_state import MOMENTS, ShardedState
 from kit.parallel.gradients import clip, local
 from kit.parallel.linear import cross_entropy, split_dim
@@ -21,6 +21,7 @@ from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+
 
 class DeepSpeedEngine:
     """This rank's part of one model in training.
@@ -65,14 +66,19 @@ class DeepSpeedEngine:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
-        pipeline = self.pipeline_group is not None  # then the module brings its own ranks
-        self.engine, *_ = deepspeed.initialize(
-            model=self.module,
-            optimizer=self.optimizer,
-            config=config or deepspeed_config(plan, recipe),
-            mpu=None if pipeline else _Ranks(self.tensor_group, self.data_group),
-            dist_init_required=False,
-        )
+        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of one would make its
+        # bf16 optimizer add up the gradient norm over the replicas.
+        ranks = None
+        if self.tensor_group is not None and self.pipeline_group is None:
+            ranks = _Ranks(self.tensor_group, self.data_group)
+        with quiet():
+            self.engine, *_ = deepspeed.initialize(
+                model=self.module,
+                optimizer=self.optimizer,
+                config=config or deepspeed_config(plan, recipe),
+                mpu=ranks,
+                dist_init_required=False,
+            )
         self._check_batch()
         self.norm: Tensor | None = None
         if plan.zero_stage == 0:
@@ -218,23 +224,7 @@ def _key(kind: str, name: str) -> str:
 class _Ranks:
     """This rank's groups, as DeepSpeed asks for them (Megatron's `mpu`)."""
 
-    def __init__(self, tensor: dist.ProcessGroup | None, data: dist.ProcessGroup) -> None:
-        self.tensor, self.data = tensor, data
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.data
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data.rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data.size()
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        return self.tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return 0 if self.tensor is None else self.tensor.rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return 1 if self.tensor is None else self.tensor.size()
+    def __init__(self, tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+        self.get_data_parallel_group, self.get_model_parallel_group = lambda: data, lambda: tensor
+        self.get_data_parallel_rank, self.get_model_parallel_rank = data.rank, tensor.rank
+        self.get_data_parallel_world_size, self.get_model_parallel_world_size = data.size, tensor.size

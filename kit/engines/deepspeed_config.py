@@ -51,7 +51,9 @@ def check_batch(plan: Plan, reported: dict[str, int]) -> None:
             )
 
 
-def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe, *, config_file: str = "deepspeed.json") -> list[str]:
+def megatron_arguments(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, *, config_file: str = "deepspeed.json"
+) -> list[str]:
     """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model by the same plan.
 
     Args:

@@ -1,8 +1,6 @@
 """The decoder as DeepSpeed takes it: whole, or as a list of layers for its PipelineModule; cut for tensor ranks."""
 
-import contextlib
 import functools
-import io
 from collections.abc import Callable
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from kit.engines.deepspeed_start import quiet
 from kit.model import Block, Decoder, initial_weight, make_norm, rotary_table
 from kit.parallel.linear import copy_to_ranks, cut, split_dim, split_layers
 from kit.plan import Plan
@@ -56,9 +55,7 @@ class Layers:
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
         layers = [ends[0], *positions, *blocks, LayerSpec(NormLayer, self), ends[1]]
-        # It prints layout and seeds on standard output, whatever its log level; and it broadcasts the tied weight,
-        # which autograd must not see.
-        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        with quiet(), torch.no_grad():  # autograd must not see that it broadcasts the tied weight
             return PipelineModule(layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer")
 
     def fill(self, module: nn.Module) -> None:

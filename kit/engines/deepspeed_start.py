@@ -1,18 +1,19 @@
 """Starts DeepSpeed without its surprises: nothing is compiled, nothing waits for a lock, nothing is printed."""
 
+import contextlib
+import io
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-
 
 # Of DeepSpeed 0.19.8 under torch 2.13; neither is about what the kit or its user does.
 HARMLESS = {
     r".*all_gather_into_tensor. is deprecated": FutureWarning,  # it calls torch's collectives by their old names
     r".*reduce_scatter_tensor. is deprecated": FutureWarning,
-    r".*script_method. is deprecated": DeprecationWarning,  # torch's own module, which its optimizers import
 }
 
 
@@ -31,8 +32,27 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed.ops
     from deepspeed.utils import logger
 
+    _import_muon()
     logger.setLevel(logging.WARNING)
     for message, category in HARMLESS.items():
         warnings.filterwarnings("ignore", message, category)
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Imports an optimizer that is not used, but that ZeRO imports and that would load all of torch's compiler."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    with contextlib.suppress(ModuleNotFoundError):  # other versions have it elsewhere, or none
+        import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    os.environ.pop("TORCHDYNAMO_DISABLE")
+    if before is not None:
+        os.environ["TORCHDYNAMO_DISABLE"] = before
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps standard output clean while DeepSpeed builds: it prints layout and memory whatever its log level."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

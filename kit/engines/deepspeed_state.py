@@ -1,4 +1,4 @@
-"""Weights and AdamW moments of a DeepSpeed engine, one parameter at a time, whatever its ZeRO stage has made of them."""
+"""Weights and AdamW moments of a DeepSpeed engine, a parameter at a time, whatever its ZeRO stage made of them."""
 
 from typing import Any
 

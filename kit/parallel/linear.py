@@ -86,9 +86,7 @@ class ColumnParallelLinear(nn.Linear):
 class RowParallelLinear(nn.Linear):
     """A linear layer whose input features are cut over the ranks; its output is whole, the bias added once."""
 
-    def __init__(
-        self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, device: Any
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, group: ProcessGroup, *, bias: bool, device: Any) -> None:
         super().__init__(in_features // group.size(), out_features, bias=bias, device=device)
         self.group = group
 
