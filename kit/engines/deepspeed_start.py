@@ -25,9 +25,8 @@ def import_deepspeed(device: torch.device) -> Any:
     is set, not changed: reading it would try the compiler on every operation that DeepSpeed has, and the kit uses none.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # else it warns that it found no accelerator
-    if device.type == "cuda":
-        # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank one device.
-        os.environ["LOCAL_RANK"] = str(device.index)
+    # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank one device only.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

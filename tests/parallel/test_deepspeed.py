@@ -1,5 +1,6 @@
 """The DeepSpeed engine trains as the native one on one process does, and takes over its checkpoints and back."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ pytest.importorskip("deepspeed")
 import kit
 from cluster.state import JobState, read_state
 from kit.checkpoint import Checkpoints, CheckpointWriter
+from kit.commands.runs import engine as show_engine
 from kit.engines import build_engine
 from kit.engines.deepspeed import DeepSpeedEngine
 from kit.engines.deepspeed_config import check_batch, deepspeed_config, megatron_arguments
@@ -251,6 +253,15 @@ def test_frontier_175b_in_the_words_of_both():
         assert part in line
     with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
         megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
+
+
+def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
+    plan = make_plan({"pipeline_parallel": 2, "zero_stage": 1})
+    kit.Run.create(tmp_path / "run", spec=gpt_spec, plan=plan, recipe=RECIPE, site=kit.Site.load("laptop"))
+    show_engine(tmp_path / "run")
+    config, _, line = capsys.readouterr().out.partition("pretrain_gpt.py")
+    assert json.loads(config) == deepspeed_config(plan, RECIPE)
+    assert "--pipeline-model-parallel-size 2" in line and "--clip-grad 0.5" in line
 
 
 # A job ---------------------------------------------------------------------------------------------------------
