@@ -1,5 +1,6 @@
 """Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
 
+import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 from kit.errors import ConfigError, MissingPackageError
@@ -65,16 +66,26 @@ def build_engine(
         ConfigError: the plan does not fit the model, the process group or the engine.
         MissingPackageError: the engine's package is not installed.
     """
+    check_engine(plan)
     if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
     if plan.engine == "deepspeed":
-        try:
-            from kit.engines.deepspeed import DeepSpeedEngine
-        except ModuleNotFoundError as error:
-            if error.name != "deepspeed":
-                raise
-            raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'") from error
+        from kit.engines.deepspeed import DeepSpeedEngine
+
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
-    raise ConfigError(f"plan.engine: {plan.engine!r} cannot train yet. Use 'native' or 'deepspeed'.")
+    raise AssertionError(plan.engine)
+
+
+def check_engine(plan: Plan) -> None:
+    """Returns nothing if the plan's engine can be started with what is installed; it is not imported.
+
+    Raises:
+        ConfigError: the kit has no such engine yet.
+        MissingPackageError: the engine's package is not installed.
+    """
+    if plan.engine == "neuron":
+        raise ConfigError(f"plan.engine: {plan.engine!r} cannot train yet. Use 'native' or 'deepspeed'.")
+    if plan.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'")

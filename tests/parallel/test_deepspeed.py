@@ -22,7 +22,7 @@ from kit.engines import build_engine
 from kit.engines.deepspeed import DeepSpeedEngine
 from kit.engines.deepspeed_config import check_batch, deepspeed_config, megatron_arguments
 from kit.engines.deepspeed_start import import_deepspeed
-from kit.errors import ConfigError
+from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -239,6 +239,13 @@ def test_an_engine_that_is_not_there_is_told_in_one_sentence(llama_spec):
         build_engine(llama_spec, make_plan({}, "neuron"), RECIPE, CPU)
 
 
+def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):
+        kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
+    assert not list(tmp_path.iterdir())
+
+
 def test_frontier_175b_in_the_words_of_both():
     """The layout of the 175B run in the authors' launch scripts."""
     plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
@@ -271,6 +278,8 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tin
     spec = llama_spec.replace(vocab_size=300)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3)
     plan = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed")
+    alone = Plan(micro_batch_size=8, global_batch_size=8)
+    native = kit.launch(tmp_path / "native", spec=spec, plan=alone, recipe=recipe)
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
     deadline = time.time() + 120
     while not run.checkpoints.steps():
@@ -281,7 +290,6 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tin
     os.kill(state.process.pid, signal.SIGKILL)
     run.job.wait(timeout_s=20)
     kit.resume(run.directory)
-    native = kit.launch(tmp_path / "native", spec=spec, plan=plan.replace(engine="native"), recipe=recipe)
     for job in (run, native):
         status = job.job.wait(timeout_s=180)
         assert status.state is JobState.DONE, f"{status}\n{job.job.logs()}"
