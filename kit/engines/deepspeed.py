@@ -80,7 +80,7 @@ class DeepSpeedEngine:
                 dist_init_required=False,
             )
         self._check_batch()
-        self.norm: Tensor | None = None
+        self.norm = torch.zeros((), device=device)
         if plan.zero_stage == 0:
             self.optimizer.register_step_pre_hook(self._clip)
         self.state = ShardedState(self.engine, self.optimizer)
@@ -210,11 +210,11 @@ class DeepSpeedEngine:
 
     def after_load(self) -> None:
         """Takes over what was loaded into `state_dict`."""
-        assert self.to_load, "restore_optimizer and state_dict come first"
+        loaded, self.to_load = self.to_load, None
+        assert loaded, "restore_optimizer and state_dict come first"
         for name, parameter in self.named_parameters().items():
-            values = {kind: local(self.to_load[_key(kind, name)]) for kind in ("weight", *MOMENTS)}
+            values = {kind: local(loaded[_key(kind, name)]) for kind in ("weight", *MOMENTS)}
             self.state.write(parameter, values)
-        self.to_load = None
 
 
 def _key(kind: str, name: str) -> str:

@@ -70,7 +70,8 @@ class Layers:
         for name, parameter in module.named_parameters():
             dim = split_dim(name) if self.group is not None else None
             # By these marks DeepSpeed knows what it must add up over the tensor ranks for the gradient norm.
-            parameter.model_parallel = parameter.tensor_model_parallel = dim is not None
+            for mark in ("model_parallel", "tensor_model_parallel"):
+                setattr(parameter, mark, dim is not None)
             if self.seed is not None:
                 shape = list(parameter.shape)
                 if dim is not None and self.group is not None:
