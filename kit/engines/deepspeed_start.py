@@ -35,7 +35,7 @@ def import_deepspeed(device: torch.device) -> Any:
     logger.setLevel(logging.WARNING)
     for message, category in HARMLESS.items():
         warnings.filterwarnings("ignore", message, category)
-    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     return deepspeed
 
 

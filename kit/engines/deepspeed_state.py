@@ -31,7 +31,7 @@ class ShardedState:
         if self.stage == 0:
             moments = self.optimizer.state.get(parameter, {})
             return {"weight": parameter.detach(), **{name: moments[name] for name in MOMENTS if name in moments}}
-        values = {"weight": safe_get_full_fp32_param(parameter)}
+        values: dict[str, Any] = {"weight": safe_get_full_fp32_param(parameter)}
         if any(self.optimizer.state.get(flat) for flat in self._flat()):
             values |= {name: safe_get_full_optimizer_state(parameter, name) for name in MOMENTS}
         return {name: value.detach() for name, value in values.items()}
