@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cluster.sandbox import why_not
 
-EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "deepspeed": "deepspeed",
-          "wandb": "wandb", "kubernetes": "cluster", "submitit": "cluster"}  # fmt: skip
+EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb",
+          "kubernetes": "cluster", "submitit": "cluster"}  # fmt: skip
 SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
+PROBE_LIMIT_S = 120.0
 SLOW_IMPORT_S = 20.0
 """A thousand ranks that read an environment from one shared file system take far longer than one does."""
 
@@ -31,7 +32,7 @@ class Finding:
 
 
 def examine(directory: Path = Path()) -> list[Finding]:
-    """Returns what was found; it takes as long as one import of torch.
+    """Returns what was found; it takes as long as two imports of torch and one of DeepSpeed.
 
     Args:
         directory: whose free space is told.
@@ -46,6 +47,7 @@ def examine(directory: Path = Path()) -> list[Finding]:
                 advice="" if free > 2**31 else "checkpoints and data need more"),
         _import_time(),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
+        _deepspeed(),
         _neuron(),
         *(_program(name) for name in SCHEDULER_PROGRAMS),
         _sandbox(),
@@ -73,6 +75,26 @@ def _package(name: str, extra: str) -> Finding:
         return Finding(subject=name, found=importlib.metadata.version(name), ok=True)
     except importlib.metadata.PackageNotFoundError:
         return Finding(subject=name, found="not installed", ok=None, advice=f"pip install -e '.[{extra}]'")
+
+
+def _deepspeed() -> Finding:
+    """Made to train one step, since it can be installed and fail to start: a compiler, a lock, another torch."""
+    name = "deepspeed"
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(subject=name, found="not installed", ok=None, advice="pip install -e '.[deepspeed]'")
+    probe = [sys.executable, "-m", "kit.engines.deepspeed_probe"]
+    try:
+        done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return Finding(subject=name, found=f"{version}, but no training step within {PROBE_LIMIT_S:.0f} s", ok=False,
+                       advice=f"see where it waits: {' '.join(probe[1:])}")  # fmt: skip
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it died"])[-1]
+        return Finding(subject=name, found=f"{version}, but cannot train: {reason}", ok=False,
+                       advice="pip install -e '.[deepspeed]', or engine 'native'")  # fmt: skip
+    return Finding(subject=name, found=f"{version}, made a training step", ok=True)
 
 
 def _neuron() -> Finding:

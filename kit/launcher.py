@@ -7,6 +7,7 @@ import cluster
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
+from kit.engines import check_engine
 from kit.errors import ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -34,11 +35,13 @@ def launch(
         time_limit_s: of one job; a longer run comes back until it is done. Default: as long as the site gives.
 
     Raises:
-        ConfigError, DataError, CheckpointError, RunError, JobError: what does not fit; nothing was started.
+        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
+            started.
     """
     site = Site.load(site) if isinstance(site, str) else site
     recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
     plan.check(spec)
+    check_engine(plan)
     check_data(spec, plan, recipe)
     run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.checkpoints.check_space(spec)

@@ -138,9 +138,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, recompute: Recompute) -> None:
         super().__init__()
-        self.attention_norm = _norm(spec)
+        self.attention_norm = make_norm(spec)
         self.attention = Attention(spec)
-        self.feed_forward_norm = _norm(spec)
+        self.feed_forward_norm = make_norm(spec)
         self.feed_forward = FeedForward(spec)
         self.recompute = recompute
 
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embedding = Embedding(spec) if first else None
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
-        self.norm = _norm(spec) if last else None
+        self.norm = make_norm(spec) if last else None
         self.output = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) if last else None
         self._rotary_2TD: Tensor | None = None
         self.tie()
@@ -209,23 +209,26 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns cosines and sines of the rotary angles, [2, T, D] fp32, or None for learned positions.
-
-        Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when needed, so
-        that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864).
-        """
+        """Returns the rotary table of `length` positions, kept from call to call, or None for learned positions."""
         if self.spec.positions != "rotary":
             return None
         table = self._rotary_2TD
         if table is None or table.shape[1] < length or table.device != device:
-            size = self.spec.head_size
-            # In this order of operations, so that long sequences get transformers' numbers to the last bit.
-            exponent_D = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-            frequency_D = 1.0 / self.spec.rope_theta**exponent_D
-            longest = max(length, self.spec.sequence_length)
-            angle_TD = torch.outer(torch.arange(longest, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
-            table = self._rotary_2TD = torch.stack((angle_TD.cos(), angle_TD.sin()))
+            table = self._rotary_2TD = rotary_table(self.spec, max(length, self.spec.sequence_length), device)
         return table[:, :length]
+
+
+def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
+    """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
+
+    Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when needed, so
+    that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864).
+    """
+    # In this order of operations, so that long sequences get transformers' numbers to the last bit.
+    exponent_D = torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
+    frequency_D = 1.0 / spec.rope_theta**exponent_D
+    angle_TD = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
+    return torch.stack((angle_TD.cos(), angle_TD.sin()))
 
 
 def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
@@ -267,7 +270,8 @@ def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "
     return decoder
 
 
-def _norm(spec: ModelSpec) -> nn.Module:
+def make_norm(spec: ModelSpec) -> nn.Module:
+    """Returns the normalisation that the spec names."""
     kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
     return kind(spec.hidden_size, eps=spec.norm_eps)
 

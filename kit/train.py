@@ -27,8 +27,9 @@ from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, take_request, update_state, write_rank_heartbeat
 from kit.checkpoint import CheckpointWriter
 from kit.data import Samples
-from kit.engines.native import NativeEngine
-from kit.errors import DataError, RunError
+from kit.engines import build_engine
+from kit.engines.deepspeed_config import deepspeed_config
+from kit.errors import DataError, MissingPackageError, RunError
 from kit.metrics import MetricsWriter
 from kit.run import Run
 
@@ -49,7 +50,7 @@ class Trainer:
             run.checkpoints.recover()
         dist.barrier()
         resume_from = max(run.checkpoints.steps(), default=None)
-        self.engine = NativeEngine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
+        self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
         self.writer = CheckpointWriter(
             run.checkpoints, attempt=attempt, keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
         )
@@ -185,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
         return 0
-    except (ConfigError, DataError, RunError, JobError) as error:
+    except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = os.EX_CONFIG  # tells the supervisor that another try would end the same way
     except Exception:
@@ -240,6 +241,9 @@ def _record_attempt(run: Run, attempt: int) -> None:
     import json
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    if run.plan.engine == "deepspeed":
+        config = deepspeed_config(run.plan, run.recipe)
+        write_atomic(run.directory / "deepspeed.json", json.dumps(config, indent=2) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None

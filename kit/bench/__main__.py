@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from kit.bench import evaluate, monitor, overhead, startup, train_speed
+from kit.bench import engines, evaluate, monitor, overhead, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -18,6 +18,7 @@ from kit.notebook import demo_dataset
 
 BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
+    "engines": lambda workplace, dataset: engines.measure(workplace),
     "startup": startup.measure,
     "overhead": overhead.measure,
     "evaluate": evaluate.measure,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from kit.convert.hugging_face import config_of
 from kit.convert.names import to_theirs
-from kit.engines.native import NativeEngine
+from kit.engines import build_engine
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
@@ -71,9 +71,22 @@ def batches() -> Tensor:
 
 def kit(turns: Turns) -> None:
     """The kit's native engine, as one rank of a job runs it."""
+    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE))
+
+
+def deepspeed_zero0(turns: Turns) -> None:
+    """The kit's DeepSpeed engine, as one rank of a job runs it, without ZeRO."""
+    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, engine="deepspeed"))
+
+
+def deepspeed_zero1(turns: Turns) -> None:
+    """The same with ZeRO 1, as in the Frontier recipe."""
+    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, engine="deepspeed", zero_stage=1))
+
+
+def _kit(turns: Turns, plan: Plan) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    plan = Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
-    engine = NativeEngine(SPEC, plan, RECIPE, torch.device("cpu"))
+    engine = build_engine(SPEC, plan, RECIPE, torch.device("cpu"))
     data = batches()
     turns.wait()
     for samples in itertools.cycle(data):
@@ -159,7 +172,7 @@ def llama(decoder: Decoder):
     return model
 
 
-CONTESTANTS = {function.__name__: function for function in (kit, plain, transformers)}
+CONTESTANTS = {function.__name__: function for function in (kit, plain, transformers, deepspeed_zero0, deepspeed_zero1)}
 
 
 def main() -> None:

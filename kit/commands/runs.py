@@ -1,5 +1,7 @@
-"""Commands on runs: launch, resume, status, watch, alerts, logs, stop, checkpoint, figure."""
+"""Commands on runs: launch, engine, resume, status, watch, alerts, logs, stop, checkpoint, figure."""
 
+import json
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +59,20 @@ def launch(
         place = measured_site(place, plan.precision)
     started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
     console().print(f"Started {plan.num_devices} processes. Watch: [bold]kit watch {started.directory}[/]")
+
+
+@app.command()
+def engine(run: RunArgument) -> None:
+    """Print what a run's engine is told: DeepSpeed's JSON and, for a GPT, Megatron-DeepSpeed's arguments."""
+    from kit.engines.deepspeed_config import deepspeed_config, megatron_arguments
+
+    opened = Run.open(run)
+    if opened.plan.engine != "deepspeed":
+        print(f"engine {opened.plan.engine!r}: it has no configuration beside plan.json and recipe.json")
+        return
+    print(json.dumps(deepspeed_config(opened.plan, opened.recipe), indent=2))
+    if opened.spec.family == "gpt":
+        print("pretrain_gpt.py", shlex.join(megatron_arguments(opened.spec, opened.plan, opened.recipe)))
 
 
 @app.command()

@@ -1,1 +1,91 @@
-"""Engines: what runs one optimizer step of a Plan. Each has the interface of `NativeEngine`."""
+"""Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
+
+import importlib.util
+from typing import TYPE_CHECKING, Protocol
+
+from kit.errors import ConfigError, MissingPackageError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Parameter
+
+
+class Engine(Protocol):
+    """One rank's part of a model in training."""
+
+    data_rank: int
+    """Which replica this rank belongs to: it reads that part of each global batch."""
+
+    def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
+        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+
+        Args:
+            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
+            learning_rate: of this step.
+        """
+        ...
+
+    def validation_loss(self, samples: "Tensor") -> float:
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        ...
+
+    def parameters(self) -> "list[Parameter]":
+        """Returns this rank's parameters."""
+        ...
+
+    def state_dict(self) -> "dict[str, Tensor]":
+        """Returns weights and AdamW moments, fp32, by names that depend neither on the layout nor on the engine."""
+        ...
+
+    def restore_optimizer(self, step: int) -> None:
+        """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict` is filled next."""
+        ...
+
+    def after_load(self) -> None:
+        """Takes over what was loaded into `state_dict`."""
+        ...
+
+
+def build_engine(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, device: "torch.device", *, initialise: bool = True
+) -> Engine:
+    """Returns the engine that the plan names.
+
+    Args:
+        spec: the whole model.
+        plan: how it is cut; the process group must have `plan.num_devices` ranks.
+        recipe: optimizer settings and seed.
+        device: where this rank computes.
+        initialise: False leaves weights unset, to be filled from a checkpoint.
+
+    Raises:
+        ConfigError: the plan does not fit the model, the process group or the engine.
+        MissingPackageError: the engine's package is not installed.
+    """
+    check_engine(plan)
+    if plan.engine == "native":
+        from kit.engines.native import NativeEngine
+
+        return NativeEngine(spec, plan, recipe, device, initialise=initialise)
+    if plan.engine == "deepspeed":
+        from kit.engines.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
+    raise AssertionError(plan.engine)
+
+
+def check_engine(plan: Plan) -> None:
+    """Returns nothing if the plan's engine can be started with what is installed; it is not imported.
+
+    Raises:
+        ConfigError: the kit has no such engine yet.
+        MissingPackageError: the engine's package is not installed.
+    """
+    if plan.engine == "neuron":
+        raise ConfigError(f"plan.engine: {plan.engine!r} cannot train yet. Use 'native' or 'deepspeed'.")
+    if plan.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'")

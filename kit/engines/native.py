@@ -1,6 +1,6 @@
 """The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and pipelining.
 
-The interface that every engine has: `train_step`, `validation_loss`, `state_dict`, `restore_optimizer`.
+Its interface is that of every engine: `kit.engines.Engine`.
 """
 
 import contextlib

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,4 +55,6 @@ def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
     found = {each["subject"]: each for each in json.loads(_kit("doctor", "--json", folder=tmp_path).stdout)}
     assert found["torch"]["ok"] and "imported in" in found["torch"]["found"]
     assert found["optuna"]["ok"] and found["Python"]["found"].startswith("3.1")
+    if find_spec("deepspeed"):
+        assert found["deepspeed"]["ok"], found["deepspeed"]
     assert found["neuronx-distributed"]["ok"] is not True

@@ -1,0 +1,112 @@
+"""What a Plan is in the words of others: DeepSpeed's JSON and Megatron-DeepSpeed's command line. No torch."""
+
+from typing import Any
+
+from cluster.record import ConfigError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Returns DeepSpeed's configuration of a plan: nothing in it is written by hand, so nothing can disagree.
+
+    The optimizer is torch's AdamW, given to DeepSpeed, whose own would be compiled when a job starts.
+    """
+    config: dict[str, Any] = {
+        "train_batch_size": plan.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.num_microbatches,
+        # At stage 0, DeepSpeed clips but does not tell the norm; so the kit does both.
+        "gradient_clipping": (recipe.gradient_clip or 0.0) if plan.zero_stage else 0.0,
+        "zero_optimization": {"stage": plan.zero_stage},
+        "steps_per_print": None,  # the kit has metrics of its own
+    }
+    if plan.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def check_batch(plan: Plan, reported: dict[str, int]) -> None:
+    """Returns nothing if an engine will train on the batches that the plan says.
+
+    Two sources for one number went unnoticed in a 175B run on Frontier: Megatron fed micro-batches of 1, DeepSpeed's
+    JSON said 4, and the printed TFLOP/s were four times the real ones.
+
+    Args:
+        plan: what was asked.
+        reported: what the engine says it does: micro_batch_size, num_microbatches, global_batch_size.
+
+    Raises:
+        ConfigError: two numbers differ; both are named.
+    """
+    for name, value in reported.items():
+        wanted = getattr(plan, name)
+        if value != wanted:
+            raise ConfigError(
+                f"plan.{name}: the plan says {wanted}, but DeepSpeed reports {value}. Its configuration disagrees with "
+                f"the plan: leave train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps as "
+                f"deepspeed_config(plan, recipe) gives them."
+            )
+
+
+def megatron_arguments(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, *, config_file: str = "deepspeed.json"
+) -> list[str]:
+    """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model by the same plan.
+
+    Args:
+        spec: a GPT as the Frontier paper has them.
+        plan: with engine "deepspeed".
+        recipe: optimizer and schedule.
+        config_file: where `deepspeed_config(plan, recipe)` is written.
+
+    Raises:
+        ConfigError: the model is no GPT, or the plan is not DeepSpeed's.
+
+    Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series and
+    github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's `megatron/arguments.py`.
+    """
+    if spec.family != "gpt" or not spec.tied_embeddings:
+        raise ConfigError(f"spec.name: {spec.name!r} is no GPT with tied embeddings, which is what pretrain_gpt.py "
+                          f"trains by these flags. Use one of the GPT presets.")  # fmt: skip
+    if plan.engine != "deepspeed":
+        raise ConfigError(f"plan.engine: {plan.engine!r} is not Megatron-DeepSpeed's. Use engine 'deepspeed'.")
+    flags: dict[str, Any] = {
+        "--tensor-model-parallel-size": plan.tensor_parallel,
+        "--pipeline-model-parallel-size": plan.pipeline_parallel,
+        "--num-layers": spec.num_layers,
+        "--hidden-size": spec.hidden_size,
+        "--ffn-hidden-size": spec.ffn_hidden_size,
+        "--num-attention-heads": spec.num_heads,
+        "--seq-length": spec.sequence_length,
+        "--max-position-embeddings": spec.sequence_length,
+        "--micro-batch-size": plan.micro_batch_size,
+        "--global-batch-size": plan.global_batch_size,
+        "--train-iters": recipe.num_steps,
+        "--optimizer": "adam",
+        "--lr": recipe.learning_rate,
+        "--min-lr": recipe.min_learning_rate,
+        "--lr-decay-style": "cosine",
+        "--lr-decay-iters": recipe.decay_steps or recipe.num_steps,
+        "--lr-warmup-iters": recipe.warmup_steps,
+        "--adam-beta1": recipe.beta1,
+        "--adam-beta2": recipe.beta2,
+        "--adam-eps": recipe.eps,
+        "--weight-decay": recipe.weight_decay,
+        "--clip-grad": recipe.gradient_clip or 0.0,
+        "--init-method-std": spec.init_std,
+        "--seed": recipe.seed,
+        "--data-path": recipe.data,
+        "--zero-stage": plan.zero_stage,
+        "--deepspeed_config": config_file,
+    }
+    switches = ["--deepspeed"]
+    if plan.precision != "fp32":
+        switches.append(f"--{plan.precision}")
+    if plan.recompute != "none":
+        switches += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
+    if plan.pipeline_parallel == 1:
+        switches.append("--no-pipeline-parallel")
+    return [str(word) for pair in flags.items() for word in pair] + switches

@@ -1,0 +1,302 @@
+"""The DeepSpeed engine trains as the native one on one process does, and takes over its checkpoints and back."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+import kit
+from cluster.state import JobState, read_state
+from kit.checkpoint import Checkpoints, CheckpointWriter
+from kit.commands.runs import engine as show_engine
+from kit.engines import build_engine
+from kit.engines.deepspeed import DeepSpeedEngine
+from kit.engines.deepspeed_config import check_batch, deepspeed_config, megatron_arguments
+from kit.engines.deepspeed_start import import_deepspeed
+from kit.errors import ConfigError, MissingPackageError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+from tests.workers import run_ranks
+
+STEPS, BATCH = 10, 16
+TOLERANCE = 1e-5
+CPU = torch.device("cpu")
+RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
+ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, "zero_stage": 1}
+LAYOUTS = {
+    "one process": {},
+    "DP2, ZeRO 0": {"data_parallel": 2},
+    "DP2, ZeRO 1": {"data_parallel": 2, "zero_stage": 1},
+    "DP2, ZeRO 2": {"data_parallel": 2, "zero_stage": 2},
+    "DP2, ZeRO 3": {"data_parallel": 2, "zero_stage": 3},
+    "DP2, ZeRO 3, recompute full": {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
+    "TP2": {"tensor_parallel": 2},
+    "TP2 x DP2, ZeRO 3": {"tensor_parallel": 2, "data_parallel": 2, "zero_stage": 3},
+    "PP2": {"pipeline_parallel": 2},
+    "PP2, recompute selective": {"pipeline_parallel": 2, "recompute": "selective"},
+    "TP2 x PP2 x DP2, ZeRO 1": ALL,
+}
+GPT_LAYOUTS = ("DP2, ZeRO 3", "TP2", "PP2", "TP2 x PP2 x DP2, ZeRO 1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Workers are forked from this process, so one import serves them all."""
+    import_deepspeed(CPU)
+
+
+def make_plan(changes: dict, engine: str = "deepspeed") -> Plan:
+    micro = 2 if "pipeline_parallel" in changes else 4
+    return Plan.from_dict({"micro_batch_size": micro, "global_batch_size": BATCH, "engine": engine, **changes})
+
+
+def batches(spec: ModelSpec, plan: Plan, data_rank: int) -> list[torch.Tensor]:
+    """Returns one replica's part of each step's batch."""
+    generator, share = torch.Generator().manual_seed(0), BATCH // plan.data_parallel
+    shape = (STEPS, BATCH, spec.sequence_length + 1)
+    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
+
+
+def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> tuple[float, list[tuple[float, float]]]:
+    """Returns this rank's validation loss before training, then (loss, gradient norm) of each step."""
+    engine = build_engine(spec, plan, recipe, CPU)
+    mine = batches(spec, plan, engine.data_rank)
+    return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
+
+
+def differences(per_rank: list, reference: tuple) -> dict[str, float]:
+    """Returns the largest relative differences of loss, gradient norm and validation loss."""
+    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
+    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
+        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
+        "validation": abs(held_out - expected_held_out) / expected_held_out,
+    }
+
+
+@pytest.fixture(scope="module")
+def references(llama_spec, gpt_spec):
+    return {spec.name: run_ranks(1, train, spec, make_plan({}, "native"))[0] for spec in (llama_spec, gpt_spec)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_llama_equals_the_native_engine(layout, llama_spec, references):
+    plan = make_plan(LAYOUTS[layout])
+    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), references[llama_spec.name])
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("layout", GPT_LAYOUTS)
+def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, references):
+    plan = make_plan(LAYOUTS[layout])
+    found = differences(run_ranks(plan.num_devices, train, gpt_spec, plan), references[gpt_spec.name])
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("layout", [{"data_parallel": 2, "zero_stage": 1}, {"data_parallel": 2, "zero_stage": 2}, ALL])
+def test_bf16_follows_fp32(layout, llama_spec, references):
+    plan = make_plan({**layout, "precision": "bf16"})
+    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), references[llama_spec.name])
+    assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.02, found
+
+
+def test_norms_are_told_without_clipping_too(llama_spec):
+    recipe = RECIPE.replace(gradient_clip=None)
+    expected = run_ranks(1, train, llama_spec, make_plan({}, "native"), recipe)[0]
+    plan = make_plan({"data_parallel": 2, "zero_stage": 1})
+    assert max(differences(run_ranks(2, train, llama_spec, plan, recipe), expected).values()) <= TOLERANCE
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[float, float]]:
+    engine = build_engine(spec, plan, RECIPE, CPU)
+    mine = batches(spec, plan, engine.data_rank)
+    steps = [engine.train_step(samples, 1e-3) for samples in mine[:5]]
+    writer = CheckpointWriter(Checkpoints(directory), attempt=1, keep_last=2, keep_every=None)
+    writer.start(engine.state_dict(), {"step": 5, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan})
+    writer.finish()
+    return steps
+
+
+def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> tuple[float, list[tuple[float, float]]]:
+    engine = build_engine(spec, plan, RECIPE, CPU, initialise=False)
+    engine.restore_optimizer(5)
+    Checkpoints(directory).load(5, engine.state_dict(), spec=spec, distributed=True)
+    engine.after_load()
+    mine = batches(spec, plan, engine.data_rank)
+    return engine.validation_loss(mine[5]), [engine.train_step(samples, 1e-3) for samples in mine[5:]]
+
+
+NATIVE_3D = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, "zero_stage": 1}
+MOVES = {
+    "native to ZeRO 1": (("native", {"pipeline_parallel": 2}), ("deepspeed", LAYOUTS["DP2, ZeRO 1"])),
+    "ZeRO 1 to native": (("deepspeed", LAYOUTS["DP2, ZeRO 1"]), ("native", {"tensor_parallel": 2})),
+    "native 3D to ZeRO 3": (("native", NATIVE_3D), ("deepspeed", LAYOUTS["DP2, ZeRO 3"])),
+    "ZeRO 3 to 3D": (("deepspeed", LAYOUTS["DP2, ZeRO 3"]), ("deepspeed", ALL)),
+    "3D to native": (("deepspeed", ALL), ("native", {"data_parallel": 2, "zero_stage": 3})),
+    "ZeRO 0 TP2 to PP2": (("deepspeed", LAYOUTS["TP2"]), ("deepspeed", LAYOUTS["PP2"])),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, references, tmp_path):
+    (before, after) = (make_plan(layout, engine) for engine, layout in MOVES[move])
+    run_ranks(before.num_devices, train_and_save, gpt_spec, before, tmp_path)
+    results = run_ranks(after.num_devices, load_and_train, gpt_spec, after, tmp_path)
+    expected = references[gpt_spec.name][1][5:]
+    for (loss, norm), (expected_loss, expected_norm) in zip(results[0][1], expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+        assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
+
+
+# Start ---------------------------------------------------------------------------------------------------------
+
+
+def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
+    config = {**deepspeed_config(plan, RECIPE), **changes}
+    try:
+        DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
+    except ConfigError as error:
+        return str(error)
+    return "started"
+
+
+@pytest.mark.parametrize("layout", ["DP2, ZeRO 1", "PP2"])
+def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
+    """As in the 175B run on Frontier whose speed was printed four times too high."""
+    plan = make_plan({**LAYOUTS[layout], "micro_batch_size": 1})
+    tampered = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": plan.num_microbatches // 4}
+    for message in run_ranks(plan.num_devices, start_with, llama_spec, plan, tampered):
+        assert "plan.micro_batch_size: the plan says 1, but DeepSpeed reports 4" in message
+
+
+def test_each_batch_number_is_compared():
+    plan = make_plan({})
+    with pytest.raises(ConfigError, match="plan.global_batch_size: the plan says 16, but DeepSpeed reports 64"):
+        check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 4, "global_batch_size": 64})
+    check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 4, "global_batch_size": 16})
+
+
+def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
+    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait for ever, silently."""
+    for extension in ("deepspeed_shm_comm", "py311_cpu/deepspeed_shm_comm", "py312_cpu/deepspeed_shm_comm"):
+        (tmp_path / extension).mkdir(parents=True, exist_ok=True)
+        (tmp_path / extension / "lock").touch()
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from kit.engines.deepspeed import DeepSpeedEngine\n"
+        "from kit.plan import Plan; from kit.recipe import Recipe; from kit.spec import ModelSpec\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        f"spec = ModelSpec.from_json({llama_spec.to_json()!r})\n"
+        "plan = Plan(engine='deepspeed', zero_stage=2)\n"
+        "engine = DeepSpeedEngine(spec, plan, Recipe(data='none', num_steps=1), torch.device('cpu'))\n"
+        "print(engine.train_step(torch.zeros(1, 17, dtype=torch.int64), 1e-3)[0] > 0)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "DS_ACCELERATOR")}
+    environment |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path / "nothing"), "LOCAL_RANK": "0"}
+    for program in ("cc", "c++", "gcc", "g++"):
+        assert shutil.which(program, path=environment["PATH"]) is None
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+# Plans and words -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pipeline_parallel": 2, "zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'deepspeed'"),
+        ({"pipeline_parallel": 2, "schedule": "gpipe"}, "its pipeline runs 1F1B only"),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, "plan.sequence_parallel: True is not allowed with engine"),
+        ({"precision": "bf16"}, "use zero_stage 1, also with one replica"),
+        ({"zero_stage": 3, "recompute": "selective"}, "not with zero_stage 3; use 'full'"),
+    ],
+)
+def test_what_deepspeed_cannot_do_is_refused_with_its_reason(changes, message):
+    with pytest.raises(ConfigError) as error:
+        make_plan(changes)
+    assert message in str(error.value)
+
+
+def test_an_engine_that_is_not_there_is_told_in_one_sentence(llama_spec):
+    with pytest.raises(ConfigError, match="plan.engine: 'neuron' cannot train yet"):
+        build_engine(llama_spec, make_plan({}, "neuron"), RECIPE, CPU)
+
+
+def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):
+        kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_frontier_175b_in_the_words_of_both():
+    """The layout of the 175B run in the authors' launch scripts."""
+    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
+                recompute="full", precision="bf16", engine="deepspeed")  # fmt: skip
+    recipe = RECIPE.replace(learning_rate=6e-5, min_learning_rate=6e-6)
+    config = deepspeed_config(plan, recipe)
+    assert config["train_batch_size"] == 640 == 2 * 1 * config["gradient_accumulation_steps"]
+    line = " ".join(megatron_arguments(ModelSpec.preset("gpt-175b"), plan, recipe))
+    for part in ("--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 16", "--num-layers 96",
+                 "--micro-batch-size 1", "--global-batch-size 640", "--zero-stage 1", "--checkpoint-activations",
+                 "--bf16", "--lr 6e-05"):  # fmt: skip
+        assert part in line
+    with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
+        megatron_arguments(ModelSpec.preset("hlat-7b"), plan, recipe)
+
+
+def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
+    plan = make_plan({"pipeline_parallel": 2, "zero_stage": 1})
+    kit.Run.create(tmp_path / "run", spec=gpt_spec, plan=plan, recipe=RECIPE, site=kit.Site.load("laptop"))
+    show_engine(tmp_path / "run")
+    config, _, line = capsys.readouterr().out.partition("pretrain_gpt.py")
+    assert json.loads(config) == deepspeed_config(plan, RECIPE)
+    assert "--pipeline-model-parallel-size 2" in line and "--clip-grad 0.5" in line
+
+
+# A job ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tiny_dataset, tmp_path):
+    spec = llama_spec.replace(vocab_size=300)
+    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3)
+    plan = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed")
+    alone = Plan(micro_batch_size=8, global_batch_size=8)
+    native = kit.launch(tmp_path / "native", spec=spec, plan=alone, recipe=recipe)
+    run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
+    deadline = time.time() + 120
+    while not run.checkpoints.steps():
+        assert time.time() < deadline and not run.job.status().state.is_final, run.job.logs()
+        time.sleep(0.01)
+    state = read_state(run.directory)
+    assert state is not None and state.process is not None
+    os.kill(state.process.pid, signal.SIGKILL)
+    run.job.wait(timeout_s=20)
+    kit.resume(run.directory)
+    for job in (run, native):
+        status = job.job.wait(timeout_s=180)
+        assert status.state is JobState.DONE, f"{status}\n{job.job.logs()}"
+    ours, theirs = run.metrics(), native.metrics()
+    assert ours["step"].tolist() == list(range(1, 41)) and ours["attempt"][-1] == 2
+    assert ours["loss"].tolist() == pytest.approx(theirs["loss"].tolist(), rel=TOLERANCE)
+    assert (run.directory / "deepspeed.json").exists() and "WARNING" not in run.job.logs()
+    weights = dict(native.load_model().named_parameters())
+    for name, parameter in run.load_model().named_parameters():
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-5)
