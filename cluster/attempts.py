@@ -1,6 +1,7 @@
 """Attempts: which process or scheduler job owns a run directory, one after the other. Standard library only."""
 
 import os
+import time
 from pathlib import Path
 
 from cluster.process import Process
@@ -64,7 +65,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         ours = known is None or known.id == job.id
         job = known if known and ours else job  # where the job was submitted, its scheduler may be reached otherwise
         here = {"state": JobState.STARTING, "process": Process.current(), "scheduler_job": job,
-                "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
+                "heartbeat": time.time(), "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
         if state and ours and state.state is JobState.QUEUED:
             begun = state.replace(**here)
             begun.write(run_dir / "state.json")

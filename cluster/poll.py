@@ -28,7 +28,7 @@ class Look(Record):
     native: str = field_doc("the scheduler's own word for the state", default="")
     nodes: str = field_doc("where it runs or ran", default="")
     exit_code: int | None = field_doc("of a job that has ended; 128 + n for signal n", default=None)
-    time: float = field_doc("unix time of the answer", default_factory=time.time)
+    time: float = field_doc("unix time of the question", default_factory=time.time)
 
 
 class Poller:
@@ -73,13 +73,16 @@ class Poller:
             self._jobs = {key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S}
             jobs = [job for job, _ in self._jobs.values()]
         for scheduler, config in sorted({(job.scheduler, job.config) for job in jobs}, key=str):
-            asked = [job for job in jobs if (job.scheduler, job.config) == (scheduler, config)]
+            asked, asked_at = [job for job in jobs if (job.scheduler, job.config) == (scheduler, config)], time.time()
             try:
                 answers = self._ask(asked) if self._ask else backend(asked[0]).look(asked)
             except Exception as error:  # whatever went wrong, the run directory still tells most of it
                 answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in asked}
             with self._lock:
-                self._looks.update({_key(job): answers[job.id] for job in asked if job.id in answers})
+                # What is said was true when it was asked; by now the job may have started.
+                for job in asked:
+                    if answer := answers.get(job.id):
+                        self._looks[_key(job)] = answer.replace(time=min(answer.time, asked_at))
 
 
 POLLER = Poller()

@@ -51,7 +51,11 @@ def check(job: JobSpec, site: Site) -> None:
 
 
 def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
-    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside a Slurm job."""
+    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside a Slurm job.
+
+    Raises:
+        JobError: the nodes could not be asked, which may pass.
+    """
     run_dir = Path(job.run_dir)
     places = [path for path in (run_dir, run_dir / "checkpoints") if path.is_dir()]
     token, name = secrets.token_hex(8), f".probe-{os.getpid()}"
@@ -83,12 +87,14 @@ def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> 
             [*words, sys.executable, "-S", "-m", "cluster.preflight", question], capture_output=True, text=True,
             env=environment, timeout=NODE_WAIT_S, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"some node did not answer within {NODE_WAIT_S:g} s, before any rank was started"
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"some node did not answer within {NODE_WAIT_S:g} s, before any rank was started") from error
     complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
     if complaints:
         return f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
-    return None if done.returncode == 0 else f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}"
+    if done.returncode:
+        raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
+    return None
 
 
 def answer(question: str) -> int:

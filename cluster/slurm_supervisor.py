@@ -106,8 +106,11 @@ class Supervisor:
             starts += 1
 
     def _check_nodes(self) -> Ending | None:
-        """Returns a failure when the nodes do not see the same run directory, before any rank is started."""
-        problem = check_nodes(self.spec, int(os.environ.get("SLURM_NNODES", self.spec.num_nodes)))
+        """Returns how it ends when the nodes do not see the same run directory, or do not answer, before any start."""
+        try:
+            problem = check_nodes(self.spec, int(os.environ.get("SLURM_NNODES", self.spec.num_nodes)))
+        except JobError as error:  # a node on its way out, or back: the queue may have better ones
+            return Ending("requeue", str(error), rc=1)
         return Ending("failed", problem, rc=USELESS_TO_RETRY) if problem else None
 
     def _attempt(self, starts: int) -> Ending:
