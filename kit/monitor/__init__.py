@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit.monitor.eval_figure import eval_figure
     from kit.monitor.figure import run_figure
+    from kit.monitor.score_figure import eval_figure
     from kit.monitor.scores import eval_curve
     from kit.monitor.text import status_row, status_table, watch
     from kit.monitor.widget import Monitor
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "Monitor": "widget",
     "eval_curve": "scores",
-    "eval_figure": "eval_figure",
+    "eval_figure": "score_figure",
     "run_figure": "figure",
     "status_row": "text",
     "status_table": "text",

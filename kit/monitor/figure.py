@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kit.metrics import Metrics, median
-from kit.monitor.eval_figure import draw_scores
+from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run

@@ -74,7 +74,8 @@ def finish(figure: Any, text: str, layers: Sequence[Layer]) -> None:
     lead = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
     sentences = [f"{lead[kind]}: {source}." for kind, source in said]
     width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
-    caption = "\n".join(textwrap.wrap(" ".join([text, *sentences]).replace("..", "."), width))
+    whole = " ".join([text, *sentences]).replace("..", ".")
+    caption = textwrap.fill(whole, width, break_on_hyphens=False)
     figure.supxlabel(caption, x=0.005, ha="left", fontsize=7.2, color="#444444")
 
 
