@@ -240,19 +240,31 @@ def spikes(loss: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
     Each block of 50 rows is judged by the 300 rows before the block, so that the answer does not depend on how the rows
     came in, and a spike does not raise its own bar.
     """
+    blocks = SPIKE_BLOCK * np.arange(max(1, start // SPIKE_BLOCK), -(-len(loss) // SPIKE_BLOCK))
+    medians, bars = np.full(len(blocks), np.nan), np.full(len(blocks), np.nan)
+    whole = blocks >= SPIKE_WINDOW
+    if whole.any():  # a long history has thousands of blocks: all at once
+        before = np.lib.stride_tricks.sliding_window_view(loss, SPIKE_WINDOW)[blocks[whole] - SPIKE_WINDOW]
+        known = np.isfinite(before).all(axis=1)
+        chosen = np.flatnonzero(whole)[known]
+        medians[chosen], bars[chosen] = _median_and_bar(before[known])
+    for i in np.flatnonzero(np.isnan(medians)):
+        before = _finite(loss[max(0, blocks[i] - SPIKE_WINDOW) : blocks[i]])
+        if len(before):
+            medians[i], bars[i] = (float(value[0]) for value in _median_and_bar(before[None]))
     found = []
-    for first in range(max(1, start // SPIKE_BLOCK), -(-len(loss) // SPIKE_BLOCK)):
-        block = first * SPIKE_BLOCK
-        before = _finite(loss[max(0, block - SPIKE_WINDOW) : block])
-        if not len(before):
-            continue
-        median = float(np.median(before))
-        deviation = max(float(np.median(np.abs(before - median))), 1e-3 * abs(median))
-        rows = np.arange(max(start, block), min(len(loss), block + SPIKE_BLOCK))
-        found += [
-            (int(row), median) for row in rows[np.isfinite(loss[rows]) & (loss[rows] - median > SPIKE_MADS * deviation)]
-        ]
+    for block, median, bar in zip(blocks, medians, bars, strict=True):
+        rows = slice(max(start, block), block + SPIKE_BLOCK)
+        high = np.flatnonzero(np.isfinite(loss[rows]) & (loss[rows] - median > bar))
+        found += [(int(rows.start + row), float(median)) for row in high]
     return found
+
+
+def _median_and_bar(before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each line of losses its median, and how far above that a loss must be to stand out."""
+    medians = np.median(before, axis=1)
+    deviations = np.median(np.abs(before - medians[:, None]), axis=1)
+    return medians, SPIKE_MADS * np.maximum(deviations, 1e-3 * np.abs(medians))
 
 
 def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Alert:
