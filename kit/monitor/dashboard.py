@@ -197,7 +197,7 @@ class Dashboard:
         spec, plan, site = self.run.spec, self.run.plan, self.run.site
         peak = site.peak_flops_per_s(plan.precision)
         if peak is None:
-            return f"No MFU: site {site.name!r} has no {plan.precision} peak. Measure one with: kit bench-site"
+            return f"No MFU: site {site.name!r} has no {plan.precision} peak. Measure one with: kit bench site"
         fact = site.device.peak_flops_per_s.get(plan.precision)
         source = f" ({fact.source})" if fact else ""
         return (

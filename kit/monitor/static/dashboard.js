@@ -323,7 +323,7 @@ function render({ model, el }) {
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
       ctx.textAlign = "center";
       write("No MFU: the peak of this site is unknown", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
-      write("measure one: kit bench-site", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
+      write("measure one: kit bench site", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
     }
     ctx.restore();
   }
