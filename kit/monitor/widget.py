@@ -14,25 +14,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import anywidget
 import numpy as np
+import traitlets
 
-from kit.errors import MissingPackageError
 from kit.monitor.bundle import source
 from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
 
-try:
-    import anywidget
-    import traitlets
-except ImportError as error:
-    raise MissingPackageError("anywidget", "monitor", "The live dashboard") from error
-
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
-_SHOWN: dict[
-    str, tuple[str, list["Monitor"]]
-] = {}  # by cell of a notebook: its last execution, and what that has shown
+_SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
+"""By cell of a notebook: its last execution, and what that has shown."""
 
 
 class Monitor(anywidget.AnyWidget):
