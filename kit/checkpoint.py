@@ -54,6 +54,18 @@ class Checkpoints:
         found = (int(match[1]) for match in matches if match)
         return sorted(step for step in found if (self.path(step) / "manifest.json").exists())
 
+    def newest(self) -> int:
+        """Returns the step of the newest complete checkpoint.
+
+        Raises:
+            CheckpointError: there is none yet.
+        """
+        if not (steps := self.steps()):
+            run = self.directory.parent
+            raise CheckpointError(f"{run} has no complete checkpoint yet. Wait for one, or ask the job: "
+                                  f"`kit checkpoint {run}`.")  # fmt: skip
+        return steps[-1]
+
     def path(self, step: int) -> Path:
         """Returns the folder of the checkpoint at `step`."""
         return self.directory / f"step_{step:08d}"

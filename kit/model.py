@@ -258,12 +258,18 @@ def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, dev
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
-def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "none") -> Decoder:
-    """Returns a whole decoder on the CPU in fp32, initialised from `seed`."""
+def empty_decoder(spec: ModelSpec, *, recompute: Recompute = "none") -> Decoder:
+    """Returns a whole decoder on the CPU in fp32 whose weights are still to be filled."""
     with torch.device("meta"):
         decoder = Decoder(spec, recompute=recompute)
     decoder.to_empty(device="cpu")
     decoder.tie()
+    return decoder
+
+
+def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "none") -> Decoder:
+    """Returns a whole decoder on the CPU in fp32, initialised from `seed`."""
+    decoder = empty_decoder(spec, recompute=recompute)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(initial_weight(spec, name, parameter.shape, seed, parameter.device))

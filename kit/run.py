@@ -14,7 +14,7 @@ import cluster
 from cluster.record import Record, html_table
 from cluster.site import Site
 from kit.checkpoint import Checkpoints
-from kit.errors import CheckpointError, RunError
+from kit.errors import RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -107,20 +107,12 @@ class Run:
         Raises:
             CheckpointError: there is no complete checkpoint, or none at that step.
         """
-        import torch
+        from kit.model import empty_decoder
 
-        from kit.model import Decoder
-
-        steps = self.checkpoints.steps()
-        if not steps:
-            raise CheckpointError(f"{self.directory} has no complete checkpoint yet. Wait for one, or ask the job: "
-                                  f"`kit checkpoint {self.directory}`.")  # fmt: skip
-        with torch.device("meta"):
-            decoder = Decoder(self.spec)
-        decoder.to_empty(device="cpu")
-        decoder.tie()
+        step = self.checkpoints.newest() if step is None else step
+        decoder = empty_decoder(self.spec)
         state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-        self.checkpoints.load(steps[-1] if step is None else step, state, spec=self.spec, distributed=False)
+        self.checkpoints.load(step, state, spec=self.spec, distributed=False)
         return decoder.eval()
 
     def _repr_html_(self) -> str:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from kit.convert.hugging_face import config_of
 from kit.convert.names import to_theirs
 from kit.engines import build_engine
+from kit.engines.adamw import adamw
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
@@ -97,14 +98,7 @@ def _kit(turns: Turns, plan: Plan) -> None:
 def plain(turns: Turns) -> None:
     """The shortest loop over the kit's model with the fast parts of torch: fused AdamW, fused attention."""
     model = build_decoder(SPEC, seed=RECIPE.seed)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=RECIPE.learning_rate,
-        betas=(RECIPE.beta1, RECIPE.beta2),
-        eps=RECIPE.eps,
-        weight_decay=RECIPE.weight_decay,
-        fused=True,
-    )
+    optimizer = adamw(model.parameters(), RECIPE)
     data = batches()
     turns.wait()
     for samples in itertools.cycle(data):

@@ -8,7 +8,7 @@ import typer
 from kit.commands.options import JsonOption, print_record
 from kit.errors import ConfigError
 from kit.run import Run
-from kit.spec import PRESETS, ModelSpec
+from kit.spec import ModelSpec
 
 app = typer.Typer()
 OutArgument = Annotated[Path, typer.Argument(help="folder to make: config.json and safetensors", metavar="OUT")]
@@ -43,7 +43,7 @@ def import_checkpoint(
     from kit.convert import megatron, neuron
     from kit.convert.hugging_face import export_hugging_face
 
-    spec = ModelSpec.preset(model) if model in PRESETS else ModelSpec.read(Path(model))
+    spec = ModelSpec.load(model)
     load = neuron.import_nxd if kind == "nxd" else megatron.import_megatron_deepspeed
     _tell(export_hugging_face(load(source, spec), out), as_json)
 

@@ -90,9 +90,7 @@ def import_(
     """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
     from kit.monitor.importers import import_log
 
-    spec = (
-        None if model is None else ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
-    )
+    spec = None if model is None else ModelSpec.load(model)
     changes = parse_settings(settings)
     place = Site.load(site)
     report = import_log(log, out, format=format, site=place, spec=spec, changes=changes, follow=follow)

@@ -40,7 +40,7 @@ def launch(
     settings: SetOption = None,
 ) -> None:
     """Start a training job in a new run directory. It goes on when this command ends."""
-    spec = ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
+    spec = ModelSpec.load(model)
     changes = parse_settings(settings)
     spec, plan = spec.replace(**changes["spec"]), Plan(global_batch_size=16, micro_batch_size=4)
     recipe = Recipe(

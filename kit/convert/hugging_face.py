@@ -16,7 +16,7 @@ from cluster.record import suggestion
 from kit.convert.names import fill, from_theirs, to_theirs
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError, MissingPackageError
-from kit.model import Decoder
+from kit.model import Decoder, empty_decoder
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -182,19 +182,10 @@ def import_hugging_face(folder: str | Path) -> Decoder:
     except (OSError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}: no readable config.json ({error}). Give a folder of Hugging Face's.") from error
     spec = spec_of(config, name=folder.resolve().name)
-    decoder = empty_decoder(spec)
+    decoder = empty_decoder(spec).eval()
     weights = SafetensorsFolder(folder)
     fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
     return decoder
-
-
-def empty_decoder(spec: ModelSpec) -> Decoder:
-    """Returns a whole decoder whose weights are still to be filled, fp32, on the CPU, in evaluation mode."""
-    with torch.device("meta"):
-        decoder = Decoder(spec)
-    decoder.to_empty(device="cpu")
-    decoder.tie()
-    return decoder.eval()
 
 
 def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kit.convert.hugging_face import empty_decoder
 from kit.convert.names import fill
 from kit.convert.neuron import load_tensors
 from kit.errors import DataError
-from kit.model import Decoder
+from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -51,7 +50,7 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
         DataError: there are no layer files, some are missing, or they do not hold this model.
     """
     layers = LayerFiles(Path(folder), spec)
-    decoder = empty_decoder(spec)
+    decoder = empty_decoder(spec).eval()
     fill(decoder, layers.read, Path(folder))
     return decoder
 

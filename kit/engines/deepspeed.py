@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from kit.engines.adamw import adamw
 from kit.engines.deepspeed_config import check_batch, deepspeed_config
 from kit.engines.deepspeed_start import import_deepspeed, quiet
 from kit.engines.deepspeed_state import MOMENTS, ShardedState
@@ -58,14 +59,7 @@ class DeepSpeedEngine:
         self.tensor_group = self.mesh["tensor"].get_group() if plan.tensor_parallel > 1 else None
         self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
         self.module = self._build_module(recipe.seed if initialise else None)
-        self.optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=recipe.learning_rate,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
+        self.optimizer = adamw(self.parameters(), recipe)
         # Only where matrices are shared, and the pipeline brings its own: a model parallel group of one would make its
         # bf16 optimizer add up the gradient norm over the replicas.
         ranks = None

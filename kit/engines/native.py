@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from kit.engines.adamw import adamw
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
@@ -49,14 +50,7 @@ class NativeEngine:
         self.tied = _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
         self.schedule = self._build_schedule() if self.pipeline_group is not None else None
         # One group per placement: fused and foreach kernels cannot mix plain tensors and DTensors.
-        self.optimizer = torch.optim.AdamW(
-            [{"params": group} for group in group_parameters(self.parameters())],
-            lr=recipe.learning_rate,
-            betas=(recipe.beta1, recipe.beta2),
-            eps=recipe.eps,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
+        self.optimizer = adamw([{"params": group} for group in group_parameters(self.parameters())], recipe)
 
     def parameters(self) -> list[Parameter]:
         """Returns this rank's parameters, a tied one once per stage."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from cluster.site import Site
@@ -86,7 +85,7 @@ def plan_report(
     Raises:
         ConfigError: as `search`, or model or site are unknown.
     """
-    spec = ModelSpec.read(Path(model)) if model.endswith(".json") else ModelSpec.preset(model)
+    spec = ModelSpec.load(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
     place = Site.load(site)

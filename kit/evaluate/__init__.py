@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.record import suggestion
-from kit.errors import CheckpointError, ConfigError, DataError
+from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, suite
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, default_mirror
@@ -103,7 +103,7 @@ def evaluate(
 
     chosen, requests = Options.of(options), check_request(tasks)
     run = Run.open(run) if isinstance(run, str | Path) else run
-    checkpoint = run.checkpoints.manifest(_newest_step(run) if step is None else step)
+    checkpoint = run.checkpoints.manifest(run.checkpoints.newest() if step is None else step)
     file = report_file(run, checkpoint.step)
     dataset = run.dataset()
     if file.exists():  # whatever stands against adding to it is found before the work, not after
@@ -251,13 +251,6 @@ def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
     if isinstance(found, Unscored):
         return report.replace(unscored=(*report.unscored, found))
     return report.replace(scores=(*report.scores, found))
-
-
-def _newest_step(run: Run) -> int:
-    steps = run.checkpoints.steps()
-    if not steps:
-        raise CheckpointError(f"{run.directory} has no complete checkpoint yet. Wait for one, then evaluate again.")
-    return steps[-1]
 
 
 def _check_same_tokenizer(file: Path, tokenizer_sha256: str) -> None:

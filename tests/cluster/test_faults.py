@@ -175,7 +175,8 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
 def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
     spare = "NodeName=node[3-4]"
     nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")  # or the job would leave node2 by itself
-    job = standin(tmp_path / "twice", site, num_nodes=2, num_processes=2)
+    # Enough steps for three attempts: the first node goes on while the silence of the second is not noticed yet.
+    job = standin(tmp_path / "twice", site, num_steps=3000, num_nodes=2, num_processes=2)
     for attempt in (1, 2):
         assert eventually(lambda attempt=attempt: running(job, attempt), 180), job.status()
         start = time.time()

@@ -38,7 +38,11 @@ def test_averages_are_written(tmp_path: Path) -> None:
     ("command", "message"),
     [
         (["export-hf", "run", "last", "out"], "step: 'last' is not allowed. Give a number, or `newest`"),
-        (["import-checkpoint", "nxd", "source", "out", "--model", "none"], "none: no such file"),
+        (["import-checkpoint", "nxd", "source", "out", "--model", "none.json"], "none.json: no such file"),
+        (
+            ["import-checkpoint", "nxd", "source", "out", "--model", "none"],
+            "'none' is unknown. Allowed: demo, gpt-1.4b",
+        ),
     ],
 )
 def test_mistakes_are_told(command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

