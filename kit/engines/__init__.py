@@ -3,7 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
-from kit.errors import ConfigError, MissingPackageError
+from kit.errors import MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -75,17 +75,20 @@ def build_engine(
         from kit.engines.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
-    raise AssertionError(plan.engine)
+    from kit.engines.neuron import NeuronEngine
+
+    return NeuronEngine(spec, plan, recipe, device, initialise=initialise)
 
 
 def check_engine(plan: Plan) -> None:
-    """Returns nothing if the plan's engine can be started with what is installed; it is not imported.
+    """Returns nothing if the plan's engine can be started with what is installed; it is not imported here.
 
     Raises:
-        ConfigError: the kit has no such engine yet.
-        MissingPackageError: the engine's package is not installed.
+        MissingPackageError: the engine's package is not installed, or not one that can train.
     """
     if plan.engine == "neuron":
-        raise ConfigError(f"plan.engine: {plan.engine!r} cannot train yet. Use 'native' or 'deepspeed'.")
+        from kit.engines.neuron_probe import require
+
+        require()
     if plan.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'")
