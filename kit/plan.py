@@ -30,8 +30,11 @@ class Plan(Record):
     recompute: Recompute = field_doc("activations computed again in the backward pass", default="none")
     micro_batch_size: int = field_doc("sequences in one forward pass of one replica", default=1)
     global_batch_size: int = field_doc("sequences in one optimizer step, over all replicas", default=1)
-    precision: Precision = field_doc("bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron "
-                                     "with zero_stage 0: none of them, but stochastic rounding)", default="fp32")
+    precision: Precision = field_doc(
+        "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron "
+        "with zero_stage 0: none of them, but stochastic rounding)",
+        default="fp32",
+    )
     compile: bool = field_doc("torch.compile each block", default=False)
     engine: EngineName = field_doc("what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed",
                                    default="native")  # fmt: skip
@@ -162,13 +165,13 @@ class Plan(Record):
         """Returns nothing if this plan can run `spec` (on `num_processes`, if given).
 
         Raises:
-            ConfigError: the process count is not TP x PP x DP, or a shape of the model does not divide, or the engine has
-                no such model.
+            ConfigError: the process count is not TP x PP x DP, a shape of the model does not divide, or the engine does
+                not train such models.
         """
         if self.engine == "neuron" and (spec.family != "llama" or spec.bias or spec.tied_embeddings):
             raise ConfigError(
-                f"plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did; {spec.name!r} is "
-                f"not one. Use engine 'native', or another model."
+                f"plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did; {spec.name!r} "
+                f"is not one. Use engine 'native', or another model."
             )
         if num_processes is not None and num_processes != self.num_devices:
             raise ConfigError(

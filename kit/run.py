@@ -115,12 +115,17 @@ class Run:
         if not steps:
             raise CheckpointError(f"{self.directory} has no complete checkpoint yet. Wait for one, or ask the job: "
                                   f"`kit checkpoint {self.directory}`.")  # fmt: skip
+        step = steps[-1] if step is None else step
+        if self.checkpoints.manifest(step).plan.engine == "neuron":
+            from kit.convert.neuron import import_nxd
+
+            return import_nxd(self.checkpoints.path(step), self.spec)
         with torch.device("meta"):
             decoder = Decoder(self.spec)
         decoder.to_empty(device="cpu")
         decoder.tie()
         state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-        self.checkpoints.load(steps[-1] if step is None else step, state, spec=self.spec, distributed=False)
+        self.checkpoints.load(step, state, spec=self.spec, distributed=False)
         return decoder.eval()
 
     def _repr_html_(self) -> str:

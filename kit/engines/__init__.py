@@ -1,7 +1,7 @@
 """Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
 
 import importlib.util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kit.errors import MissingPackageError
 from kit.plan import Plan
@@ -37,6 +37,11 @@ class Engine(Protocol):
         """Returns this rank's parameters."""
         ...
 
+
+@runtime_checkable
+class PortableEngine(Engine, Protocol):
+    """One whose checkpoints are read by any other on any layout."""
+
     def state_dict(self) -> "dict[str, Tensor]":
         """Returns weights and AdamW moments, fp32, by names that depend neither on the layout nor on the engine."""
         ...
@@ -66,17 +71,19 @@ def build_engine(
         ConfigError: the plan does not fit the model, the process group or the engine.
         MissingPackageError: the engine's package is not installed.
     """
-    check_engine(plan)
     if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
     if plan.engine == "deepspeed":
+        check_engine(plan)
         from kit.engines.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
     from kit.engines.neuron import NeuronEngine
+    from kit.engines.neuron_probe import import_nxd
 
+    import_nxd()
     return NeuronEngine(spec, plan, recipe, device, initialise=initialise)
 
 

@@ -89,10 +89,11 @@ def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
         ConfigError: a variable is not set, or is another; each is named.
     """
     wanted = PRECISION[plan.zero_stage]
-    wrong = [f"{name} is {environment.get(name, 'not set')}" for name in wanted if environment.get(name) != wanted[name]]
+    found = {name: environment.get(name, "not set") for name in wanted}
+    wrong = [f"{name} is {value}" for name, value in found.items() if value != wanted[name]]
     if wrong:
         needed = " ".join(f"{name}={value}" for name, value in wanted.items())
         raise ConfigError(
             f"plan.precision: 'bf16' with zero_stage {plan.zero_stage} on engine 'neuron' needs {needed}, but "
-            f"{', '.join(wrong)}. Launch through a Trainium site, whose profile {PROFILES[plan.zero_stage]!r} sets them."
+            f"{', '.join(wrong)}. Launch on a Trainium site: its profile {PROFILES[plan.zero_stage]!r} sets them."
         )

@@ -7,6 +7,7 @@ takes DTensors: the kit's native engine is the way there. Source: release announ
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -43,9 +44,9 @@ class NeuronStatus:
     def message(self) -> str:
         """The reason and what to do about it."""
         return (
-            f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}: {self.reason} On a Trainium host, "
-            f"in an environment of its own: pip install -r {REQUIREMENTS} (it says how to add the kit). NxD training "
-            f"has reached its end of life; elsewhere, and for new work, use plan.engine 'native'."
+            f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}: {self.reason} On a Trainium "
+            f"host, in an environment of its own: pip install -r {REQUIREMENTS} (it says how to add the kit). NxD "
+            f"training has reached its end of life; elsewhere, and for new work, use plan.engine 'native'."
         )
 
 
@@ -57,7 +58,7 @@ class NeuronError(MissingPackageError):
 
 
 def require() -> None:
-    """Returns nothing if NxD can train here.
+    """Returns nothing if NxD can train here; it is imported in another process.
 
     Raises:
         NeuronError: it cannot.
@@ -69,9 +70,29 @@ def require() -> None:
 
 def probe() -> NeuronStatus:
     """Returns what is installed and whether it can train; real packages are imported, in another process."""
-    versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    versions = _versions()
     state, reason = _judge(versions)
+    if state == "ok":
+        state, reason = _import()
     return NeuronStatus(state=state, reason=reason, versions=versions)
+
+
+def import_nxd() -> None:
+    """Imports NxD in this process, for a rank, which must not start a second one on its cores.
+
+    Raises:
+        NeuronError: it cannot train, or cannot be imported.
+    """
+    versions = _versions()
+    state, reason = _judge(versions)
+    for module in PACKAGES.values() if state == "ok" else ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a library that does not fit torch raises what it likes
+            state, reason = "broken", f"it is installed but cannot be imported: {type(error).__name__}: {error}."
+            break
+    if state != "ok":
+        raise NeuronError(NeuronStatus(state=state, reason=reason, versions=versions))
 
 
 def has_device() -> bool:
@@ -79,7 +100,12 @@ def has_device() -> bool:
     return Path("/dev/neuron0").exists()
 
 
+def _versions() -> dict[str, str]:
+    return {name: version for name in PACKAGES if (version := _version(name)) is not None}
+
+
 def _judge(versions: dict[str, str]) -> tuple[State, str]:
+    """Returns what the names and versions alone tell."""
     for name, version in versions.items():
         if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
             return "placeholder", f"{name} {version} is the public index's placeholder, which holds no code."
@@ -98,7 +124,7 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
     for other in PACKAGES:
         if other not in versions:
             return "absent", f"{other}, which it imports, is not installed."
-    return _import()
+    return "ok", ""
 
 
 def _import() -> tuple[State, str]:
