@@ -105,12 +105,12 @@ def _neuron() -> Finding:
         device = "a Neuron device is here" if has_device() else "no Neuron device is here, so nothing can be trained"
         return Finding(subject=name, found=f"{status.versions[name]}, imported; {device}", ok=has_device() or None,
                        advice="its training has reached its end of life: stay on SDK 2.28")  # fmt: skip
+    advice = "on a Trainium host: pip install -r requirements/trainium.txt"
     if not status.versions:
-        return Finding(subject=name, found="not installed", ok=None,
-                       advice="on a Trainium host: pip install -r requirements/trainium.txt")  # fmt: skip
+        return Finding(subject=name, found="not installed", ok=None, advice=advice)
     versions = ", ".join(f"{package} {version}" for package, version in status.versions.items())
     return Finding(subject=name, found=f"{status.state} ({versions}): {status.reason}", ok=False,
-                   advice="on a Trainium host: pip install -r requirements/trainium.txt; else uninstall it")  # fmt: skip
+                   advice=f"{advice}; elsewhere, uninstall it")  # fmt: skip
 
 
 def _program(name: str) -> Finding:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kit.engines.neuron_adapter import Nxd
@@ -68,7 +68,7 @@ class NeuronEngine:
         arguments["activation_checkpoint_config"] = recomputed or None
         arguments["model_init_config"] = {
             "meta_device_init": True,
-            "param_init_fn": lambda module, device=None: self.weights.fill(module, device),
+            "param_init_fn": self._fill,
         }
         if arguments["pipeline_config"] is not None:
             arguments["pipeline_config"] |= {
@@ -83,6 +83,11 @@ class NeuronEngine:
         # In a pipeline NxD divides the loss by the number of micro-batches itself.
         scale = 1.0 if self._is_pipelined else 1 / self.plan.num_microbatches
         return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
+
+    def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Fills a module that NxD has just given memory to; 0.9 calls it with one argument, later versions with two."""
+        self.nxd.initialise(module)
+        self.weights.fill(module)
 
     @property
     def _is_pipelined(self) -> bool:

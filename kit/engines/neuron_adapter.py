@@ -82,26 +82,35 @@ class Nxd:
         sequence_parallel = self.sequence_parallel and not gathered
         return self._layers.ColumnParallelLinear(
             input_size=inputs, output_size=outputs, bias=False, gather_output=False, stride=fused,
-            sequence_parallel_enabled=sequence_parallel,
+            init_method=_leave, sequence_parallel_enabled=sequence_parallel,
         )  # fmt: skip
 
     def row(self, *, inputs: int, outputs: int) -> nn.Module:
         """Returns a linear layer cut over its input features, which are this rank's part of a column layer's output."""
         return self._layers.RowParallelLinear(
             input_size=inputs, output_size=outputs, bias=False, input_is_parallel=True,
-            sequence_parallel_enabled=self.sequence_parallel,
+            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
         )  # fmt: skip
 
     def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
         """Returns a layer with three outputs, whose key and value matrices are held by `copies` times as many ranks."""
         return self._qkv.GQAQKVColumnParallelLinear(
-            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False,
+            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, init_method=_leave,
             sequence_parallel_enabled=self.sequence_parallel, kv_size_multiplier=copies, fuse_qkv=False,
         )  # fmt: skip
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
         """Returns an embedding cut over the vocabulary; its output is whole."""
-        return self._layers.ParallelEmbedding(num_embeddings=rows, embedding_dim=features)
+        return self._layers.ParallelEmbedding(num_embeddings=rows, embedding_dim=features, init_method=_leave)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them; other modules pass.
+
+        It does so only when it initialises them, and not on the meta device, on which models are built.
+        """
+        for name in ("init_weight_cpu", "initialize_weight_biases"):
+            if hasattr(module, name):
+                getattr(module, name)()
 
     def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
         """Returns each token's negative log-likelihood in nats, from logits cut over the vocabulary."""
@@ -157,3 +166,7 @@ class Nxd:
         inner = optimizer.optimizer
         if hasattr(inner, "init_zero"):  # torch_xla's ZeroRedundancyOptimizer
             inner.init_zero()
+
+
+def _leave(weight: Tensor) -> None:
+    """Leaves a weight unset: the kit's initial weights do not depend on the layout, and follow."""

@@ -76,8 +76,10 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
     """Returns the variables that a job needs for the plan's precision, and what HLAT tuned beside them, from its site.
 
     Raises:
-        ConfigError: the site has no such profile, so it is no Trainium site.
+        ConfigError: the site is a cluster without such a profile, so not one of Trainium.
     """
+    if site.scheduler == "local":
+        return PRECISION[plan.zero_stage]
     return site.profile(PROFILES[plan.zero_stage])
 
 

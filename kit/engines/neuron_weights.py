@@ -52,8 +52,8 @@ class Weights:
             weight_v=lambda: self._cut(self._initial(value).repeat(self.copies, 1), 0),
         )
 
-    def fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Fills a module's own weights: NxD's `param_init_fn`, called with one argument by 0.9 and with two later."""
+    def fill(self, module: nn.Module) -> None:
+        """Fills a module's own weights, if it has any."""
         for name, value in getattr(module, "kit_weights", {}).items():
             if self.seed is not None:
                 getattr(module, name).data.copy_(value())
