@@ -1,4 +1,4 @@
-"""The stand-in for NeuronX Distributed, put on the path as if it were installed. Workers import it, this process not."""
+"""The stand-in for NeuronX Distributed, put on the path as if it were installed; worker processes import it."""
 
 import os
 import sys

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from neuronx_distributed.calls import recorded
 from neuronx_distributed.parallel_layers import parallel_state
+from tests.engines.signatures import recorded
 
 NAME = "neuronx_distributed"
 PENDING: list[Path] = []

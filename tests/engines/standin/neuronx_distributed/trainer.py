@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-from neuronx_distributed.calls import CALLS, check, recorded
 from neuronx_distributed.parallel_layers import parallel_state
+from tests.engines.signatures import CALLS, check, recorded
 
 NAME = "neuronx_distributed"
 

@@ -5,9 +5,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from kit.parallel.linear import copy_to_ranks
-from neuronx_distributed.calls import check
 from neuronx_distributed.parallel_layers.layers import whole
 from neuronx_distributed.parallel_layers.parallel_state import kv_group, tensor_group
+from tests.engines.signatures import check
 
 WEIGHTS = ("weight_q", "weight_k", "weight_v")
 

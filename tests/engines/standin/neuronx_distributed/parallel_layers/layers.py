@@ -5,9 +5,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from kit.parallel.linear import copy_to_ranks, sum_over_ranks
-from neuronx_distributed.calls import check
 from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.parallel_layers.parallel_state import tensor_group
+from tests.engines.signatures import check
 
 NAME = "neuronx_distributed.parallel_layers.layers"
 

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from kit.parallel.linear import sum_over_ranks
-from neuronx_distributed.calls import recorded
 from neuronx_distributed.parallel_layers.parallel_state import tensor_group
+from tests.engines.signatures import recorded
 
 
 @recorded("neuronx_distributed.parallel_layers.loss_functions")

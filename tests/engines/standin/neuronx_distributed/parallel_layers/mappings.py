@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from neuronx_distributed.calls import recorded
 from neuronx_distributed.parallel_layers.parallel_state import tensor_group
+from tests.engines.signatures import recorded
 
 NAME = "neuronx_distributed.parallel_layers.mappings"
 

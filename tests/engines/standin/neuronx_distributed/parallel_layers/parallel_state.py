@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from neuronx_distributed.calls import recorded
+from tests.engines.signatures import recorded
 
 NAME = "neuronx_distributed.parallel_layers.parallel_state"
 STATE: dict = {}

@@ -1,7 +1,8 @@
 """Device and graphs of the stand-in."""
 
 import torch
-from neuronx_distributed.calls import CALLS
+
+from tests.engines.signatures import CALLS
 
 
 def xla_device() -> torch.device:

@@ -1,11 +1,11 @@
-"""What was called, held against the signatures of the real package (../../data/nxd_signatures.json)."""
+"""What the stand-in was asked, held against the recorded signatures of the real package (data/nxd_signatures.json)."""
 
 import functools
 import inspect
 import json
 from pathlib import Path
 
-SIGNATURES = Path(__file__).parents[2] / "data" / "nxd_signatures.json"
+SIGNATURES = Path(__file__).parent / "data" / "nxd_signatures.json"
 CALLS: list[tuple[str, dict]] = []
 
 
