@@ -127,9 +127,7 @@ class Plan(Record):
         self._refuse(refused)
 
     def _check_neuron(self) -> None:
-        recipes = "HLAT's recipes are bf16: with zero_stage 0 rounded stochastically, with 1 beside fp32 master weights"
         self._refuse({
-            "precision": self.precision != "bf16" and f"{recipes}; use 'bf16'",
             "zero_stage": self.zero_stage > 1 and "NxD shards the optimizer only; use 0 or 1",
             "schedule": self.pipeline_parallel > 1 and self.schedule != "1f1b" and "HLAT ran 1F1B; use '1f1b'",
             "compile": self.compile and "its graphs are compiled by neuronx-cc; turn it off",

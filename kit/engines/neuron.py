@@ -1,6 +1,6 @@
 """The Neuron engine: HLAT's recipes (arXiv 2404.10630) through NeuronX Distributed (NxD), on AWS Trainium.
 
-With zero_stage 0, that of the 7B: pure bf16, updates rounded stochastically, plain data parallelism. With zero_stage 1,
+In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, plain data parallelism. With zero_stage 1,
 that of the 70B: fp32 master weights and fp32 gradient accumulation, sharded over the replicas, beside bf16 compute.
 Both with tensor parallelism (TP 8; TP 32 with every key/value head on 4 ranks, x PP 8) and weight decay on norms.
 
@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from kit.engines.neuron_adapter import Nxd
 from kit.engines.neuron_config import check_environment, nxd_arguments
-from kit.engines.neuron_model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama
+from kit.engines.neuron_model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
 from kit.engines.neuron_weights import Weights
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -46,7 +46,7 @@ class NeuronEngine:
         plan.check(spec, dist.get_world_size())
         check_environment(plan, os.environ)
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
-        self.nxd = Nxd(sequence_parallel=plan.sequence_parallel)
+        self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None

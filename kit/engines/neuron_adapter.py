@@ -31,9 +31,10 @@ class Nxd:
 
     Args:
         sequence_parallel: whether layers hand on activations cut along the sequence, in the order [T, B, H].
+        dtype: of the weights of layers.
     """
 
-    def __init__(self, *, sequence_parallel: bool) -> None:
+    def __init__(self, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
         import neuronx_distributed as nxd  # pyright: ignore[reportMissingImports]
         import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
         from neuronx_distributed.modules import qkv_linear  # pyright: ignore[reportMissingImports]
@@ -46,7 +47,7 @@ class Nxd:
 
         self._nxd, self._xm, self._layers, self._qkv = nxd, xm, layers, qkv_linear
         self._losses, self._mappings, self._state = loss_functions, mappings, parallel_state
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.dtype = sequence_parallel, dtype
 
     # Building --------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,12 @@ class Nxd:
         return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
 
     def optimizer(self, *, config: dict[str, Any], parameters: list, **defaults: Any) -> Any:
-        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration says so."""
+        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration says so.
+
+        The sharded one clips at 1.0 whatever the configuration says, unless it is told itself.
+        """
+        if config["optimizer_config"]["zero_one_enabled"]:
+            defaults["max_norm"] = config["optimizer_config"]["max_grad_norm"]
         return self._nxd.initialize_parallel_optimizer(
             nxd_config=config, optimizer_class=torch.optim.AdamW, parameters=parameters, **defaults
         )
@@ -81,27 +87,29 @@ class Nxd:
         """
         sequence_parallel = self.sequence_parallel and not gathered
         return self._layers.ColumnParallelLinear(
-            input_size=inputs, output_size=outputs, bias=False, gather_output=False, stride=fused,
+            input_size=inputs, output_size=outputs, bias=False, gather_output=False, stride=fused, dtype=self.dtype,
             init_method=_leave, sequence_parallel_enabled=sequence_parallel,
         )  # fmt: skip
 
     def row(self, *, inputs: int, outputs: int) -> nn.Module:
         """Returns a linear layer cut over its input features, which are this rank's part of a column layer's output."""
         return self._layers.RowParallelLinear(
-            input_size=inputs, output_size=outputs, bias=False, input_is_parallel=True,
+            input_size=inputs, output_size=outputs, bias=False, input_is_parallel=True, dtype=self.dtype,
             init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
         )  # fmt: skip
 
     def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
         """Returns a layer with three outputs, whose key and value matrices are held by `copies` times as many ranks."""
         return self._qkv.GQAQKVColumnParallelLinear(
-            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, init_method=_leave,
-            sequence_parallel_enabled=self.sequence_parallel, kv_size_multiplier=copies, fuse_qkv=False,
+            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, dtype=self.dtype,
+            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel, kv_size_multiplier=copies, fuse_qkv=False,
         )  # fmt: skip
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
         """Returns an embedding cut over the vocabulary; its output is whole."""
-        return self._layers.ParallelEmbedding(num_embeddings=rows, embedding_dim=features, init_method=_leave)
+        return self._layers.ParallelEmbedding(
+            num_embeddings=rows, embedding_dim=features, dtype=self.dtype, init_method=_leave
+        )
 
     def initialise(self, module: nn.Module) -> None:
         """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them; other modules pass.
@@ -113,7 +121,7 @@ class Nxd:
                 getattr(module, name)()
 
     def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's negative log-likelihood in nats, from logits cut over the vocabulary."""
+        """Returns each token's negative log-likelihood in nats; logits, cut over the vocabulary, are overwritten."""
         return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
 
     def cut_sequence(self, x_TBH: Tensor) -> Tensor:
@@ -157,15 +165,20 @@ class Nxd:
         """Waits until the checkpoint is whole on all ranks, which all call it."""
         self._nxd.finalize_checkpoint()
 
-    def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> dict:
-        """Fills model and optimizer from a checkpoint and returns its content. All ranks call it."""
-        return self._nxd.load_checkpoint(path=folder, tag=tag, model=model, optimizer=optimizer)
+    def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> None:
+        """Fills model and optimizer from a checkpoint. All ranks call it.
+
+        In two calls: the sharded optimizer takes its master weights from the model when it is loaded, and since 0.17
+        one call loads it before the model.
+        """
+        self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
+        if optimizer is not None:
+            self._nxd.load_checkpoint(path=folder, tag=tag, optimizer=optimizer)
+            optimizer.zero_grad()  # it leaves gradients of zero behind
 
     def restart_master_weights(self, *, optimizer: Any) -> None:
         """Makes the sharded optimizer anew from the model's weights, as HLAT does when there are other replicas."""
-        inner = optimizer.optimizer
-        if hasattr(inner, "init_zero"):  # torch_xla's ZeroRedundancyOptimizer
-            inner.init_zero()
+        optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
 
 
 def _leave(weight: Tensor) -> None:

@@ -13,13 +13,14 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
-"""The site's set of environment variables for a ZeRO stage: pure bf16 with stochastic rounding, or mixed precision."""
-PRECISION = {
-    0: {"XLA_USE_BF16": "1", "XLA_DOWNCAST_BF16": "0", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"},
-    1: {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"},
-}
-"""Variables without which the same calls compute in another precision. With XLA_DOWNCAST_BF16, torch's float is bf16
-on the device and its double fp32; with XLA_USE_BF16, both are bf16."""
+"""The site's set of environment variables for a ZeRO stage, with what HLAT tuned for that recipe."""
+CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
+"""Variables by which HLAT's SDK 2.20 made bf16 of torch's floats. Torch-XLA has dropped them after 2.7, so weights are
+made bf16 here, and the variables must be off where they still work. Source: "Migration From XLA_USE_BF16 /
+XLA_DOWNCAST_BF16", AWS Neuron documentation 2.28."""
+ROUNDING, COMPILER = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_CC_FLAGS"
+NO_CAST = "--auto-cast=none"
+"""Without it, the compiler makes bf16 of fp32 matrix products."""
 
 
 def nxd_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def nxd_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, Any]
         "mixed_precision_config": {
             "use_master_weights": master,
             "use_fp32_grad_acc": master,
-            "use_master_weights_in_ckpt": False,
+            "use_master_weights_in_ckpt": master,  # HLAT: False, so that resuming lost what bf16 does not hold
         },
         "pipeline_config": _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None,
     }
@@ -72,15 +73,30 @@ def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
     return [f"model.layers.{share * stage - 1}" for stage in range(1, plan.pipeline_parallel)]
 
 
+def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
+    """Returns the variables without which the same calls compute in another precision.
+
+    Args:
+        plan: whose precision is meant.
+        flags: the compiler's, to which one may be added.
+    """
+    is_rounded = plan.precision == "bf16" and plan.zero_stage == 0
+    needed = {ROUNDING: "1" if is_rounded else "0", **dict.fromkeys(CASTS, "0")}
+    if plan.precision == "fp32" and not _casts_nothing(flags):
+        needed[COMPILER] = f"{flags} {NO_CAST}".strip()
+    return needed
+
+
 def job_environment(plan: Plan, site: Site) -> dict[str, str]:
     """Returns the variables that a job needs for the plan's precision, and what HLAT tuned beside them, from its site.
 
     Raises:
         ConfigError: the site is a cluster without such a profile, so not one of Trainium.
     """
-    if site.scheduler == "local":
-        return PRECISION[plan.zero_stage]
-    return site.profile(PROFILES[plan.zero_stage])
+    table = {"slurm": site.slurm, "kubernetes": site.kubernetes}.get(site.scheduler)
+    if table is None:
+        return needed_environment(plan)
+    return site.profile(PROFILES[plan.zero_stage]) | needed_environment(plan, table.environment.get(COMPILER, ""))
 
 
 def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
@@ -88,14 +104,18 @@ def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
     stochastic rounding diverge, and neither NxD nor a loss curve's first steps would tell.
 
     Raises:
-        ConfigError: a variable is not set, or is another; each is named.
+        ConfigError: a variable is another; each is named.
     """
-    wanted = PRECISION[plan.zero_stage]
-    found = {name: environment.get(name, "not set") for name in wanted}
-    wrong = [f"{name} is {value}" for name, value in found.items() if value != wanted[name]]
+    needed = needed_environment(plan, environment.get(COMPILER, ""))
+    wrong = {name: environment.get(name, "0") for name in needed if environment.get(name, "0") != needed[name]}
     if wrong:
-        needed = " ".join(f"{name}={value}" for name, value in wanted.items())
+        found = ", ".join(f"{name} is {environment.get(name, 'not set')!r}" for name in wrong)
+        wanted = " ".join(f"{name}={needed[name]!r}" for name in wrong)
         raise ConfigError(
-            f"plan.precision: 'bf16' with zero_stage {plan.zero_stage} on engine 'neuron' needs {needed}, but "
-            f"{', '.join(wrong)}. Launch on a Trainium site: its profile {PROFILES[plan.zero_stage]!r} sets them."
+            f"plan.precision: {plan.precision!r} with zero_stage {plan.zero_stage} on engine 'neuron' needs {wanted}, "
+            f"but {found}. Launch on a Trainium site, which sets them, or export them."
         )
+
+
+def _casts_nothing(flags: str) -> bool:
+    return NO_CAST in flags or NO_CAST.replace("=", " ") in flags

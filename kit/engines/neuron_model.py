@@ -38,7 +38,7 @@ class NxdLlama(nn.Module):
         self.model = NxdStack(spec, plan, nxd, weights)
         self.lm_head = nxd.column(inputs=spec.hidden_size, outputs=spec.vocab_size, gathered=True)
         weights.mark_column(self.lm_head, "output.weight")
-        self.loss = NxdLoss(nxd, plan, loss_scale)
+        self.loss = NxdLoss(nxd, loss_scale)
 
     def forward(self, input_ids: Tensor, labels: Tensor):
         """Returns the loss; in a pipeline (loss, logits), as NxD's specification of outputs has it.
@@ -60,7 +60,7 @@ class NxdStack(nn.Module):
         self.embed_tokens = nxd.embedding(rows=spec.vocab_size, features=spec.hidden_size)
         weights.mark_column(self.embed_tokens, "embedding.tokens.weight")
         self.enter = NxdEnter(nxd)
-        # On the CPU and in fp32: on the device, positions up to the thousands would be bf16.
+        # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the device.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
             NxdBlock(spec, plan, nxd, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
@@ -99,17 +99,17 @@ class NxdLeave(nn.Module):
 
 
 class NxdNorm(nn.Module):
-    """RMSNorm; its statistics in fp32 where the plan has fp32 at all."""
+    """RMSNorm."""
 
     def __init__(self, spec: ModelSpec, plan: Plan) -> None:
         super().__init__()
-        self.eps, self.wide = spec.norm_eps, _is_wide(plan)
-        self.weight = nn.Parameter(torch.ones(spec.hidden_size))
+        self.eps, self.statistics = spec.norm_eps, statistics_dtype(plan)
+        self.weight = nn.Parameter(torch.ones(spec.hidden_size, dtype=weight_dtype(plan)))
         # By this mark NxD adds up over the tensor ranks what each saw of the sequence.
         self.weight.sequence_parallel_enabled = plan.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.double() if self.wide else x
+        wide = x.to(self.statistics)
         return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
@@ -118,15 +118,14 @@ class NxdCoreAttention(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.wide = _is_wide(plan)
+        self.statistics = statistics_dtype(plan)
 
     def forward(self, q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor) -> Tensor:
         length = q_BNTD.shape[-2]
         scores_BNTS = q_BNTD @ k_BNTD.transpose(2, 3) / math.sqrt(q_BNTD.shape[-1])
         future_TS = torch.ones((length, length), device=q_BNTD.device).triu(diagonal=1).bool()
         scores_BNTS = scores_BNTS.masked_fill(future_TS, MASKED)
-        dtype = torch.double if self.wide else scores_BNTS.dtype
-        return scores_BNTS.softmax(-1, dtype=dtype).to(q_BNTD.dtype) @ v_BNTD
+        return scores_BNTS.softmax(-1, dtype=self.statistics).to(q_BNTD.dtype) @ v_BNTD
 
 
 class NxdAttention(nn.Module):
@@ -207,16 +206,15 @@ class NxdBlock(nn.Module):
 
 
 class NxdLoss(nn.Module):
-    """Mean cross-entropy of logits cut over the vocabulary."""
+    """Mean cross-entropy of logits cut over the vocabulary, in fp32 in both recipes."""
 
-    def __init__(self, nxd: Nxd, plan: Plan, scale: float) -> None:
+    def __init__(self, nxd: Nxd, scale: float) -> None:
         super().__init__()
-        self.nxd, self.scale, self.wide = nxd, scale, _is_wide(plan)
+        self.nxd, self.scale = nxd, scale
 
     def forward(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        logits_NV = logits_BTV.flatten(0, 1)
-        logits_NV = logits_NV.double() if self.wide else logits_NV
-        return self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean().float() * self.scale
+        logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD changes it in place
+        return self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean() * self.scale
 
 
 LEAVES = (NxdEnter, NxdLeave, NxdNorm, NxdLoss)
@@ -224,6 +222,11 @@ LEAVES = (NxdEnter, NxdLeave, NxdNorm, NxdLoss)
 RECOMPUTED = {"none": (), "selective": (NxdCoreAttention, NxdGate), "full": (NxdBlock,)}
 
 
-def _is_wide(plan: Plan) -> bool:
-    """Returns whether norms, softmax and loss are computed in `double`, which XLA_DOWNCAST_BF16 makes fp32."""
-    return plan.zero_stage == 1
+def weight_dtype(plan: Plan) -> torch.dtype:
+    """Returns what weights and matrix products are in."""
+    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+
+
+def statistics_dtype(plan: Plan) -> torch.dtype:
+    """Returns what norms and softmax are computed in: fp32, as in HLAT's 70B, but for the pure bf16 of its 7B."""
+    return torch.bfloat16 if plan.precision == "bf16" and plan.zero_stage == 0 else torch.float32

@@ -1,13 +1,12 @@
 """HLAT's recipes, made from the Plan: what NxD is told, for which job, and what is refused."""
 
 import json
-import os
 
 import pytest
 
 import kit
 from cluster.site import Site
-from kit.engines.neuron_config import PRECISION, PROFILES, check_environment, nxd_arguments, pipeline_cuts
+from kit.engines.neuron_config import check_environment, needed_environment, nxd_arguments, pipeline_cuts
 from kit.errors import ConfigError
 from kit.launcher import job_spec
 from kit.plan import Plan
@@ -48,7 +47,7 @@ def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
     assert told["mixed_precision_config"] == {
         "use_master_weights": True,
         "use_fp32_grad_acc": True,
-        "use_master_weights_in_ckpt": False,
+        "use_master_weights_in_ckpt": True,
     }
     layout = told["pipeline_config"]
     assert layout["pipeline_cuts"] == [f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)]
@@ -70,7 +69,9 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     )
     job = job_spec(run)
     assert job.num_processes == PLANS[name].num_devices and job.num_nodes == {"hlat-7b": 64, "hlat-70b": 256}[name]
-    assert job.environment == run.site.profile(PROFILES[PLANS[name].zero_stage])
+    rounding = {"hlat-7b": "1", "hlat-70b": "0"}[name]
+    expected = {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0", "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding}
+    assert job.environment == run.site.profile(name) | expected
     check_environment(run.plan, job.environment)
 
 
@@ -86,23 +87,33 @@ def test_other_engines_get_no_variables(tmp_path, llama_spec):
     assert job_spec(run).environment == {}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_process_of_another_precision_is_refused(stage):
-    plan = HLAT_7B.replace(zero_stage=stage)
-    check_environment(plan, PRECISION[stage])
-    for name in PRECISION[stage]:
-        with pytest.raises(ConfigError, match=f"{name} is not set"):
-            check_environment(plan, {key: value for key, value in PRECISION[stage].items() if key != name})
-    with pytest.raises(ConfigError, match="NEURON_RT_STOCHASTIC_ROUNDING_EN is"):
-        check_environment(plan, PRECISION[1 - stage])
-    assert "XLA_USE_BF16" not in os.environ
+@pytest.mark.parametrize(
+    ("changes", "environment", "message"),
+    [
+        ({}, {}, "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is not set"),
+        ({"zero_stage": 1}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "ROUNDING_EN='0', but .* is '1'"),
+        ({"zero_stage": 1}, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
+        ({"precision": "fp32"}, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
+    ],
+)
+def test_a_process_of_another_precision_is_refused(changes, environment, message):
+    plan = HLAT_7B.replace(**changes)
+    with pytest.raises(ConfigError, match=message):
+        check_environment(plan, environment)
+    mended = environment | needed_environment(plan, environment.get("NEURON_CC_FLAGS", ""))
+    check_environment(plan, mended)
+    assert all(word in mended.get("NEURON_CC_FLAGS", "") for word in environment.get("NEURON_CC_FLAGS", "").split())
+
+
+def test_what_is_not_set_is_off():
+    check_environment(HLAT_70B, {})
+    check_environment(HLAT_70B.replace(precision="fp32"), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp32"}, "plan.precision: 'fp32' is not allowed with engine 'neuron'"),
-        ({"zero_stage": 2}, "plan.zero_stage: 2 is not allowed"),
+        ({"zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'neuron'"),
         ({"compile": True}, "plan.compile: True is not allowed"),
         ({"pipeline_parallel": 2, "schedule": "interleaved", "virtual_stages": 2}, "plan.schedule: 'interleaved'"),
     ],

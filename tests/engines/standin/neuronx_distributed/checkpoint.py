@@ -32,7 +32,9 @@ def save_checkpoint(checkpoint_dir_str, tag, model, optimizer, user_content, asy
     if ranks()["data"] == 0:
         torch.save(stage(model), file(folder, "model"))
     if is_sharded or ranks()["data"] == 0:
-        torch.save(optimizer.optimizer.state_dict(), file(folder, "optim", is_sharded))
+        has_master = optimizer.config["mixed_precision_config"]["use_master_weights_in_ckpt"]
+        master = optimizer.stepped if has_master else None
+        torch.save((optimizer.optimizer.state_dict(), master), file(folder, "optim", is_sharded))
     if dist.get_rank() == 0:
         (folder / "checkpoint").write_text("1")
         torch.save(user_content, folder / "user_content.pt")
@@ -66,11 +68,21 @@ def finalize_checkpoint():
 
 
 @recorded(NAME)
-def load_checkpoint(path, tag, model, optimizer):
+def load_checkpoint(path, tag, model=None, optimizer=None):
+    """The optimizer first, as in 0.17: its master weights start from the model that it finds."""
     folder = Path(path) / tag
-    assert (folder / "done").exists() and model.layout is None, "the stand-in loads no pipeline"
-    model.load_state_dict(torch.load(file(folder, "model")))
+    assert (folder / "done").exists()
     if optimizer is not None:
         is_sharded = optimizer.config["optimizer_config"]["zero_one_enabled"]
-        optimizer.optimizer.load_state_dict(torch.load(file(folder, "optim", is_sharded)))
+        state, master = torch.load(file(folder, "optim", is_sharded))
+        if is_sharded:
+            optimizer.init_zero()
+        optimizer.optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for stepped, parameter, saved in zip(optimizer.stepped, optimizer.parameters, master or [], strict=False):
+                stepped.copy_(saved)
+                parameter.copy_(saved)
+    if model is not None:
+        assert model.layout is None, "the stand-in loads no pipeline"
+        model.load_state_dict(torch.load(file(folder, "model")))
     return torch.load(folder / "user_content.pt")

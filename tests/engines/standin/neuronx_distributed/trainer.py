@@ -109,20 +109,32 @@ class NxDModel(nn.Module):
 
 @recorded(NAME)
 def initialize_parallel_optimizer(nxd_config, optimizer_class, parameters, **defaults):
-    return NxDOptimizer(optimizer_class(parameters, **defaults), nxd_config)
+    return NxDOptimizer(optimizer_class, parameters, defaults, nxd_config)
 
 
 class NxDOptimizer:
-    def __init__(self, optimizer, config):
-        self.optimizer, self.config, self.grad_norm = optimizer, config, None
-        self.param_groups = optimizer.param_groups
-        self.parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+    def __init__(self, optimizer_class, parameters, defaults, config):
+        self.parameters, self.config, self.grad_norm = parameters, config, None
+        has_master = config["mixed_precision_config"]["use_master_weights"]
+        self.stepped = [p.detach().float().clone() for p in parameters] if has_master else parameters
+        self.clip = config["optimizer_config"]["max_grad_norm"]
         if config["optimizer_config"]["zero_one_enabled"]:
-            optimizer.init_zero = lambda: CALLS.append(("init_zero", {}))
+            self.clip = defaults.pop("max_norm", 1.0)  # torch_xla's optimizer, which NxD does not tell
+        self.optimizer = optimizer_class(self.stepped, **defaults)
+        self.param_groups = self.optimizer.param_groups
+        if has_master:
+            self.optimizer.init_zero = self.init_zero
+
+    @torch.no_grad()
+    def init_zero(self):
+        CALLS.append(("init_zero", {}))
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+            stepped.copy_(parameter)
 
     def zero_grad(self, set_to_none=False):
         CALLS.append(("zero_grad", {}))
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -134,16 +146,20 @@ class NxDOptimizer:
             dist.all_reduce(parameter.grad, group=data)
             parameter.grad /= data.size()
         self.grad_norm = self.norm(tensor)
-        factor = self.config["optimizer_config"]["max_grad_norm"] / (self.grad_norm + 1e-6)
+        factor = self.clip / (self.grad_norm + 1e-6)
         for parameter in self.parameters:
             parameter.grad.mul_(factor.clamp(max=1.0))
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+            stepped.grad = parameter.grad.to(stepped.dtype)
         self.optimizer.step()
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+            parameter.copy_(stepped)
 
     def norm(self, group):
         """Returns the norm as NxD counts: copies of key/value heads each, other copies once."""
         squares = torch.zeros(())
         for parameter in self.parameters:
             share = 1 if getattr(parameter, "tensor_model_parallel", False) else group.size()
-            squares += parameter.grad.square().sum() / share
+            squares += parameter.grad.float().square().sum() / share
         dist.all_reduce(squares, group=group)
         return squares.sqrt()

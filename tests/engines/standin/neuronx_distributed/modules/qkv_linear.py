@@ -23,7 +23,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         self.group = kv_group(copies)
         sizes = (query // ranks, key * copies // ranks, key * copies // ranks)
         for name, size in zip(WEIGHTS, sizes, strict=True):
-            setattr(self, name, nn.Parameter(torch.empty(size, arguments["input_size"])))
+            setattr(self, name, nn.Parameter(torch.empty(size, arguments["input_size"], dtype=arguments["dtype"])))
 
     def initialize_weight_biases(self):
         for name in WEIGHTS:

@@ -16,7 +16,7 @@ class Layer(nn.Module):
     def __init__(self, name, arguments):
         super().__init__()
         check(f"{NAME}.{name}", arguments)
-        self.size = tensor_group().size()
+        self.size, self.dtype = tensor_group().size(), arguments["dtype"]
         self.is_sequence_parallel = arguments.get("sequence_parallel_enabled", False)
 
     def init_weight_cpu(self):
@@ -36,7 +36,9 @@ class ColumnParallelLinear(Layer):
     def __init__(self, **arguments):
         super().__init__("ColumnParallelLinear", arguments)
         assert not arguments["bias"] and not arguments["gather_output"]
-        self.weight = nn.Parameter(torch.empty(arguments["output_size"] // self.size, arguments["input_size"]))
+        self.weight = nn.Parameter(
+            torch.empty(arguments["output_size"] // self.size, arguments["input_size"], dtype=self.dtype)
+        )
 
     def forward(self, x):
         return F.linear(whole(x, self.is_sequence_parallel), self.weight)
@@ -46,7 +48,9 @@ class RowParallelLinear(Layer):
     def __init__(self, **arguments):
         super().__init__("RowParallelLinear", arguments)
         assert not arguments["bias"] and arguments["input_is_parallel"]
-        self.weight = nn.Parameter(torch.empty(arguments["output_size"], arguments["input_size"] // self.size))
+        self.weight = nn.Parameter(
+            torch.empty(arguments["output_size"], arguments["input_size"] // self.size, dtype=self.dtype)
+        )
 
     def forward(self, x):
         y = F.linear(x, self.weight)
@@ -59,7 +63,7 @@ class ParallelEmbedding(Layer):
     def __init__(self, **arguments):
         super().__init__("ParallelEmbedding", arguments)
         self.rows = arguments["num_embeddings"] // self.size
-        self.weight = nn.Parameter(torch.empty(self.rows, arguments["embedding_dim"]))
+        self.weight = nn.Parameter(torch.empty(self.rows, arguments["embedding_dim"], dtype=self.dtype))
 
     def forward(self, tokens):
         first = tensor_group().rank() * self.rows
