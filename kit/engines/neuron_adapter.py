@@ -102,7 +102,8 @@ class Nxd:
         """Returns a layer with three outputs, whose key and value matrices are held by `copies` times as many ranks."""
         return self._qkv.GQAQKVColumnParallelLinear(
             input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, dtype=self.dtype,
-            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel, kv_size_multiplier=copies, fuse_qkv=False,
+            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
+            kv_size_multiplier=copies, fuse_qkv=False,
         )  # fmt: skip
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:

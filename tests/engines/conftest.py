@@ -13,9 +13,10 @@ VERSIONS = {"neuronx-distributed": "0.17.26814", "torch-neuronx": "2.9.0.2.12.22
 
 def install(folder: Path, versions: dict[str, str]) -> Path:
     """Makes distributions of these names and versions in a folder, without code, and returns it."""
+    folder.mkdir(exist_ok=True)
     for name, version in versions.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
+        info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     return folder
 

@@ -294,10 +294,10 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
 
 
 def run_train(directory: Path, path: str, **variables: str) -> subprocess.CompletedProcess:
+    needed = needed_environment(neuron_plan({})) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
     return subprocess.run(
         [sys.executable, "-m", "kit.train", "--run", str(directory)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
-        env={**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **needed_environment(neuron_plan({})), **variables},
+        capture_output=True, text=True, cwd=ROOT, timeout=120, env={**os.environ, **needed, **variables},
     )  # fmt: skip
 
 

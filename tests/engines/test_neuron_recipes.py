@@ -90,7 +90,7 @@ def test_other_engines_get_no_variables(tmp_path, llama_spec):
 @pytest.mark.parametrize(
     ("changes", "environment", "message"),
     [
-        ({}, {}, "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is not set"),
+        ({}, {}, "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is 'not set'"),
         ({"zero_stage": 1}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "ROUNDING_EN='0', but .* is '1'"),
         ({"zero_stage": 1}, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
         ({"precision": "fp32"}, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
