@@ -104,7 +104,12 @@ class Checkpoints:
         from torch.distributed.checkpoint.state_dict_loader import load
 
         manifest = self.manifest(step)
-        _check_same_model(manifest.spec, spec, self.path(step))
+        self.check_model(manifest, spec)
+        if manifest.plan.engine == "neuron":
+            raise CheckpointError(
+                f"{self.path(step)} holds NxD's files, which engine 'neuron' alone resumes from. "
+                f"Run.load_model reads its weights."
+            )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
             try:
@@ -114,6 +119,19 @@ class Checkpoints:
                     f"{self.path(step)} cannot be read: {_cause(error)} Move it away to use an earlier checkpoint."
                 ) from error
         return manifest
+
+    def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
+        """Returns nothing if a checkpoint is of `spec`, but for its name and initial weights.
+
+        Raises:
+            CheckpointError: a shape differs.
+        """
+        _check_same_model(manifest.spec, spec, self.path(manifest.step))
+
+    def complete(self, folder: Path, manifest: Manifest) -> None:
+        """Makes a checkpoint whose files are written count, unless a newer attempt has taken over the run."""
+        refuse_stale(self.directory.parent, manifest.attempt)  # a left-over must not replace newer work
+        manifest.write(folder / "manifest.json")
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
         """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps."""
@@ -210,10 +228,8 @@ class CheckpointWriter:
             self._complete(partial, facts)
 
     def _complete(self, partial: Path, facts: dict) -> None:
-        refuse_stale(self.checkpoints.directory.parent, self.attempt)  # a left-over must not replace newer work
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        manifest = Manifest(attempt=self.attempt, time=time.time(), files=files, **facts)
-        manifest.write(partial / "manifest.json")
+        self.checkpoints.complete(partial, Manifest(attempt=self.attempt, time=time.time(), files=files, **facts))
         final = self.checkpoints.path(facts["step"])
         replaced = final.with_suffix(f".replaced-{self.attempt}")
         if final.exists():

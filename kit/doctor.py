@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.sandbox import why_not
@@ -98,17 +97,20 @@ def _deepspeed() -> Finding:
 
 
 def _neuron() -> Finding:
-    """The package of this name on the public index is a placeholder that installs and cannot be imported."""
-    name = "neuronx-distributed"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(subject=name, found="not installed", ok=None, advice="on a Trainium host, from AWS's own index")
-    if find_spec("neuronx_distributed") is None:
-        return Finding(
-            subject=name, found=f"{version}, a placeholder", ok=False, advice="install it from AWS's own index"
-        )
-    return Finding(subject=name, found=version, ok=True)
+    """Only its packages are tried: a training step would need a Trainium device and minutes of compilation."""
+    from kit.engines.neuron_probe import has_device, probe
+
+    name, status = "neuronx-distributed", probe()
+    if status.state == "ok":
+        device = "a Neuron device is here" if has_device() else "no Neuron device is here, so nothing can be trained"
+        return Finding(subject=name, found=f"{status.versions[name]}, imported; {device}", ok=has_device() or None,
+                       advice="its training has reached its end of life: stay on SDK 2.28")  # fmt: skip
+    advice = "on a Trainium host: pip install -r requirements/trainium.txt"
+    if not status.versions:
+        return Finding(subject=name, found="not installed", ok=None, advice=advice)
+    versions = ", ".join(f"{package} {version}" for package, version in status.versions.items())
+    return Finding(subject=name, found=f"{status.state} ({versions}): {status.reason}", ok=False,
+                   advice=f"{advice}; elsewhere, uninstall it")  # fmt: skip
 
 
 def _program(name: str) -> Finding:

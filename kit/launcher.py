@@ -8,6 +8,7 @@ from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
 from kit.engines import check_engine
+from kit.engines.neuron_config import job_environment
 from kit.errors import ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -88,6 +89,7 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         argv=(sys.executable, "-m", "kit.train", "--run", str(run.directory)),
         num_processes=run.plan.num_devices,
         num_nodes=1 if run.site.scheduler == "local" else nodes_for(run.plan.num_devices, run.site),
+        environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )
 

@@ -30,8 +30,11 @@ class Plan(Record):
     recompute: Recompute = field_doc("activations computed again in the backward pass", default="none")
     micro_batch_size: int = field_doc("sequences in one forward pass of one replica", default=1)
     global_batch_size: int = field_doc("sequences in one optimizer step, over all replicas", default=1)
-    precision: Precision = field_doc("bf16 keeps fp32 master weights, optimizer and gradient reduction",
-                                     default="fp32")  # fmt: skip
+    precision: Precision = field_doc(
+        "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron "
+        "with zero_stage 0: none of them, but stochastic rounding)",
+        default="fp32",
+    )
     compile: bool = field_doc("torch.compile each block", default=False)
     engine: EngineName = field_doc("what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed",
                                    default="native")  # fmt: skip
@@ -52,6 +55,8 @@ class Plan(Record):
             )
         if self.engine == "deepspeed":
             self._check_deepspeed()
+        if self.engine == "neuron":
+            self._check_neuron()
 
     def _check_batch(self) -> None:
         sequences = self.micro_batch_size * self.data_parallel
@@ -119,10 +124,20 @@ class Plan(Record):
             and self.zero_stage == 0
             and "stage 0 keeps bf16 sums of gradients; use zero_stage 1, also with one replica",
         }
+        self._refuse(refused)
+
+    def _check_neuron(self) -> None:
+        self._refuse({
+            "zero_stage": self.zero_stage > 1 and "NxD shards the optimizer only; use 0 or 1",
+            "schedule": self.pipeline_parallel > 1 and self.schedule != "1f1b" and "HLAT ran 1F1B; use '1f1b'",
+            "compile": self.compile and "its graphs are compiled by neuronx-cc; turn it off",
+        })  # fmt: skip
+
+    def _refuse(self, refused: dict[str, str | bool]) -> None:
         for name, reason in refused.items():
             if reason:
                 value = getattr(self, name)
-                raise ConfigError(f"plan.{name}: {value!r} is not allowed with engine 'deepspeed': {reason}.")
+                raise ConfigError(f"plan.{name}: {value!r} is not allowed with engine {self.engine!r}: {reason}.")
 
     @property
     def num_devices(self) -> int:
@@ -134,6 +149,11 @@ class Plan(Record):
         """Pipeline stages in all: pipeline_parallel x virtual_stages."""
         return self.pipeline_parallel * self.virtual_stages
 
+    def kv_replication(self, spec: ModelSpec) -> int:
+        """Returns how many tensor parallel ranks hold each key/value head: more than 1 with engine neuron only."""
+        copies = self.engine == "neuron" and self.tensor_parallel % spec.num_kv_heads == 0
+        return max(1, self.tensor_parallel // spec.num_kv_heads) if copies else 1
+
     @property
     def num_microbatches(self) -> int:
         """Micro-batches that each replica runs in one optimizer step."""
@@ -143,8 +163,14 @@ class Plan(Record):
         """Returns nothing if this plan can run `spec` (on `num_processes`, if given).
 
         Raises:
-            ConfigError: the process count is not TP x PP x DP, or a shape of the model does not divide.
+            ConfigError: the process count is not TP x PP x DP, a shape of the model does not divide, or the engine does
+                not train such models.
         """
+        if self.engine == "neuron" and (spec.family != "llama" or spec.bias or spec.tied_embeddings):
+            raise ConfigError(
+                f"plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did; {spec.name!r} "
+                f"is not one. Use engine 'native', or another model."
+            )
         if num_processes is not None and num_processes != self.num_devices:
             raise ConfigError(
                 f"plan: tensor {self.tensor_parallel} x pipeline {self.pipeline_parallel} x data "
@@ -160,7 +186,7 @@ class Plan(Record):
         for what, count, degree, name in (
             ("num_layers", spec.num_layers, self.num_stages, stages),
             ("num_heads", spec.num_heads, self.tensor_parallel, tensor),
-            ("num_kv_heads", spec.num_kv_heads, self.tensor_parallel, tensor),
+            ("num_kv_heads", spec.num_kv_heads * self.kv_replication(spec), self.tensor_parallel, tensor),
             ("ffn_hidden_size", spec.ffn_hidden_size, self.tensor_parallel, tensor),
             ("vocab_size", spec.vocab_size, self.tensor_parallel, tensor),
         ):

@@ -110,6 +110,10 @@ class Run:
         from kit.model import empty_decoder
 
         step = self.checkpoints.newest() if step is None else step
+        if self.checkpoints.manifest(step).plan.engine == "neuron":
+            from kit.convert.neuron import import_nxd
+
+            return import_nxd(self.checkpoints.path(step), self.spec)
         decoder = empty_decoder(self.spec)
         state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
         self.checkpoints.load(step, state, spec=self.spec, distributed=False)

@@ -25,12 +25,15 @@ from torch import Tensor
 
 from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, take_request, update_state, write_rank_heartbeat
-from kit.checkpoint import CheckpointWriter
 from kit.data import Samples
 from kit.engines import build_engine
+from kit.engines.checkpoints import engine_checkpoints
 from kit.engines.deepspeed_config import deepspeed_config
+from kit.engines.neuron_compile import is_compile_phase, record_graphs
+from kit.engines.neuron_config import nxd_arguments
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.metrics import MetricsWriter
+from kit.plan import EngineName
 from kit.run import Run
 
 HEARTBEAT_EVERY_S = 1.0
@@ -43,17 +46,16 @@ class Trainer:
     def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
         self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
         self.rank, self.device = dist.get_rank(), device
+        self.control = control_group()
         self.dataset = run.dataset()
         self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
         self.step, self.consumed, self.step_time_s = 0, 0, 0.0
         if self.rank == 0:
             run.checkpoints.recover()
-        dist.barrier()
+        dist.barrier(self.control)
         resume_from = max(run.checkpoints.steps(), default=None)
         self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
-        self.writer = CheckpointWriter(
-            run.checkpoints, attempt=attempt, keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
-        )
+        self.checkpoints = engine_checkpoints(self.engine, run, attempt)
         if resume_from is not None:
             self._resume(resume_from)
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
@@ -61,9 +63,7 @@ class Trainer:
         self.is_stopped = False
 
     def _resume(self, step: int) -> None:
-        self.engine.restore_optimizer(step)
-        manifest = self.run.checkpoints.load(step, self.engine.state_dict(), spec=self.run.spec, distributed=True)
-        self.engine.after_load()
+        manifest = self.checkpoints.load(step)
         self.step, self.consumed = manifest.step, manifest.samples
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
@@ -80,14 +80,14 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.append(row)
             self._beat()
-            self.writer.poll()
+            self.checkpoints.poll()
             if last or stop or checkpoint or self._due(self.recipe.checkpoint_every):
                 self._checkpoint()
             if stop and not last:
-                self.writer.finish()
+                self.checkpoints.finish()
                 self.is_stopped = True
                 return f"stopped by request after step {self.step}; resume continues from there"
-        self.writer.finish()
+        self.checkpoints.finish()
         return f"finished {self.step} steps"
 
     def _one_step(self) -> dict[str, Any]:
@@ -122,11 +122,11 @@ class Trainer:
 
     def _requests(self) -> tuple[bool, bool]:
         """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary."""
-        asked = torch.zeros(2, device=self.device)
+        asked = torch.zeros(2)
         if self.rank == 0:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
-        dist.broadcast(asked, src=0)
+        dist.broadcast(asked, src=0, group=self.control)
         return bool(asked[0]), bool(asked[1])
 
     def _checkpoint(self) -> None:
@@ -138,7 +138,7 @@ class Trainer:
             "spec": self.run.spec,
             "plan": self.plan,
         }
-        self.writer.start(self.engine.state_dict(), facts)
+        self.checkpoints.save(facts)
 
     def _beat(self) -> None:
         now = time.time()
@@ -173,18 +173,23 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = Run.open(directory)
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-        device = start_process_group()
+        device = start_process_group(run.plan.engine)
+        if run.plan.engine == "neuron" and is_compile_phase():
+            print(record_graphs(run, device), flush=True)
+            return 0
         if dist.get_rank() == 0:
             _record_attempt(run, attempt)
-        _check_nodes(run, device)
+        if run.plan.engine != "neuron":  # there, every size of a matrix product would be compiled first
+            _check_nodes(run, device)
         trainer = Trainer(run, attempt=attempt, device=device)
         reason = trainer.train()
         if dist.get_rank() == 0:
             state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
             update_state(run.directory, attempt=attempt, state=state, reason=reason)
             print(reason, flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
+        dist.barrier(trainer.control)
+        if run.plan.engine != "neuron":  # NxD finishes its checkpoints, with the group, when Python ends
+            dist.destroy_process_group()
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -208,10 +213,14 @@ def _check_nodes(run: Run, device: torch.device) -> None:
         record_nodes(report, run.directory, run.site)
 
 
-def start_process_group() -> torch.device:
-    """Joins this rank's process group (gloo, or gloo and NCCL) and returns the device it computes on."""
+def start_process_group(engine: EngineName = "native") -> torch.device:
+    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
+    if engine == "neuron":
+        from kit.engines.neuron_adapter import start_process_group as start_xla
+
+        return start_xla()
     if torch.cuda.is_available():
         # A launcher that shows each rank one device only has a single index 0.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -222,6 +231,11 @@ def start_process_group() -> torch.device:
         keep_freed_memory()
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return device
+
+
+def control_group() -> Any:
+    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never part of a graph."""
+    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def keep_freed_memory() -> None:
@@ -244,6 +258,9 @@ def _record_attempt(run: Run, attempt: int) -> None:
     if run.plan.engine == "deepspeed":
         config = deepspeed_config(run.plan, run.recipe)
         write_atomic(run.directory / "deepspeed.json", json.dumps(config, indent=2) + "\n")
+    if run.plan.engine == "neuron":
+        config = nxd_arguments(run.spec, run.plan, run.recipe)
+        write_atomic(run.directory / "neuron.json", json.dumps(config, indent=2) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
@@ -261,8 +278,10 @@ def _record_attempt(run: Run, attempt: int) -> None:
     write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
 
 
-def _memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this rank: of the device, or resident memory of the process on a CPU."""
+def _memory_bytes(device: torch.device) -> int | None:
+    """Returns the peak memory of this rank: of the device if it tells, or resident memory of the process on a CPU."""
+    if device.type == "xla":
+        return None
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -63,10 +63,14 @@ def launch(
 
 @app.command()
 def engine(run: RunArgument) -> None:
-    """Print what a run's engine is told: DeepSpeed's JSON and, for a GPT, Megatron-DeepSpeed's arguments."""
+    """Print what a run's engine is told: DeepSpeed's JSON (for a GPT, Megatron-DeepSpeed's arguments too), or NxD's."""
     from kit.engines.deepspeed_config import deepspeed_config, megatron_arguments
+    from kit.engines.neuron_config import nxd_arguments
 
     opened = Run.open(run)
+    if opened.plan.engine == "neuron":
+        print(json.dumps(nxd_arguments(opened.spec, opened.plan, opened.recipe), indent=2))
+        return
     if opened.plan.engine != "deepspeed":
         print(f"engine {opened.plan.engine!r}: it has no configuration beside plan.json and recipe.json")
         return

@@ -1,9 +1,9 @@
 """Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
 
 import importlib.util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kit.errors import ConfigError, MissingPackageError
+from kit.errors import MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -37,6 +37,11 @@ class Engine(Protocol):
         """Returns this rank's parameters."""
         ...
 
+
+@runtime_checkable
+class PortableEngine(Engine, Protocol):
+    """One whose checkpoints are read by any other on any layout."""
+
     def state_dict(self) -> "dict[str, Tensor]":
         """Returns weights and AdamW moments, fp32, by names that depend neither on the layout nor on the engine."""
         ...
@@ -66,26 +71,31 @@ def build_engine(
         ConfigError: the plan does not fit the model, the process group or the engine.
         MissingPackageError: the engine's package is not installed.
     """
-    check_engine(plan)
     if plan.engine == "native":
         from kit.engines.native import NativeEngine
 
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
     if plan.engine == "deepspeed":
+        check_engine(plan)
         from kit.engines.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
-    raise AssertionError(plan.engine)
+    from kit.engines.neuron import NeuronEngine
+    from kit.engines.neuron_probe import import_nxd
+
+    import_nxd()
+    return NeuronEngine(spec, plan, recipe, device, initialise=initialise)
 
 
 def check_engine(plan: Plan) -> None:
-    """Returns nothing if the plan's engine can be started with what is installed; it is not imported.
+    """Returns nothing if the plan's engine can be started with what is installed; it is not imported here.
 
     Raises:
-        ConfigError: the kit has no such engine yet.
-        MissingPackageError: the engine's package is not installed.
+        MissingPackageError: the engine's package is not installed, or not one that can train.
     """
     if plan.engine == "neuron":
-        raise ConfigError(f"plan.engine: {plan.engine!r} cannot train yet. Use 'native' or 'deepspeed'.")
+        from kit.engines.neuron_probe import require
+
+        require()
     if plan.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'")

@@ -234,11 +234,6 @@ def test_what_deepspeed_cannot_do_is_refused_with_its_reason(changes, message):
     assert message in str(error.value)
 
 
-def test_an_engine_that_is_not_there_is_told_in_one_sentence(llama_spec):
-    with pytest.raises(ConfigError, match="plan.engine: 'neuron' cannot train yet"):
-        build_engine(llama_spec, make_plan({}, "neuron"), RECIPE, CPU)
-
-
 def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):

@@ -1,0 +1,52 @@
+"""What the stand-in was asked, held against the recorded signatures of the real package (data/nxd_signatures.json)."""
+
+import functools
+import inspect
+import json
+from pathlib import Path
+
+SIGNATURES = Path(__file__).parent / "data" / "nxd_signatures.json"
+CALLS: list[tuple[str, dict]] = []
+
+
+@functools.cache
+def versions() -> dict[str, dict[str, inspect.Signature]]:
+    """Returns the recorded signatures by version and name."""
+    return {
+        version: {name: _signature(parameters) for name, parameters in recorded["signatures"].items()}
+        for version, recorded in json.loads(SIGNATURES.read_text()).items()
+    }
+
+
+def _signature(parameters: list[list[str]]) -> inspect.Signature:
+    kinds = {"var_positional": inspect.Parameter.VAR_POSITIONAL, "var_keyword": inspect.Parameter.VAR_KEYWORD,
+             "keyword_only": inspect.Parameter.KEYWORD_ONLY}  # fmt: skip
+    made = []
+    for name, kind, *default in parameters:
+        value = default[0] if default else inspect.Parameter.empty
+        made.append(inspect.Parameter(name, kinds.get(kind, inspect.Parameter.POSITIONAL_OR_KEYWORD), default=value))
+    return inspect.Signature(made)
+
+
+def check(name: str, arguments: dict) -> None:
+    """Records a call and raises TypeError if a version of the real package would not take it."""
+    for version, signatures in versions().items():
+        try:
+            signatures[name].bind(**arguments)
+        except TypeError as error:
+            raise TypeError(f"{name} of version {version}: {error}") from error
+    CALLS.append((name.rsplit(".", 1)[1], arguments))
+
+
+def recorded(module: str):
+    """Returns a decorator for a function of `module`: arguments by keyword only, checked and recorded."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(**arguments):
+            check(f"{module}.{function.__name__}", arguments)
+            return function(**arguments)
+
+        return call
+
+    return decorate

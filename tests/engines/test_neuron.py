@@ -1,0 +1,335 @@
+"""The Neuron engine through a stand-in for NxD: it calls what NxD has, in order, and trains as the native engine does.
+
+No test here has run NxD itself, but for those marked `neuron`, on a Trainium host.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+from cluster.state import JobState, read_state
+from kit.checkpoint import Checkpoints
+from kit.convert.neuron import import_nxd
+from kit.engines import build_engine
+from kit.engines.neuron_checkpoint import SETTLE_STEPS, NxdCheckpoints
+from kit.engines.neuron_config import needed_environment
+from kit.engines.neuron_probe import probe
+from kit.errors import CheckpointError, ConfigError
+from kit.model import build_decoder
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+from tests.engines.signatures import SIGNATURES
+from tests.workers import run_ranks
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
+RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
+LAYOUTS = {
+    "one process": {},
+    "ZeRO 1": {"zero_stage": 1},
+    "DP2": {"data_parallel": 2},
+    "TP2": {"tensor_parallel": 2},
+    "TP2, sequence parallel": {"tensor_parallel": 2, "sequence_parallel": True},
+    "TP2 x DP2, sequence parallel, recompute selective": {
+        "tensor_parallel": 2, "data_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+    "TP2 x PP2, ZeRO 1, recompute full": {
+        "tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"},
+}  # fmt: skip
+
+
+def neuron_plan(changes: dict) -> Plan:
+    return Plan.from_dict({"engine": "neuron", "micro_batch_size": 2, "global_batch_size": BATCH, **changes})
+
+
+@pytest.fixture
+def mha_spec(llama_spec) -> ModelSpec:
+    """Every query head with a key/value head of its own, as in the 7B."""
+    return llama_spec.replace(name="tiny-mha", num_kv_heads=4)
+
+
+def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
+    """Returns one replica's part of each step's batch."""
+    generator, share = torch.Generator().manual_seed(0), BATCH // plan.data_parallel
+    shape = (steps, BATCH, spec.sequence_length + 1)
+    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
+
+
+def build(spec: ModelSpec, plan: Plan, recipe: Recipe, *, initialise: bool = True):
+    """Returns the engine, in a worker process, whose environment it sets."""
+    if plan.engine == "neuron":
+        os.environ.update(needed_environment(plan))
+    return build_engine(spec, plan, recipe, CPU, initialise=initialise)
+
+
+def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> tuple[float, list[tuple[float, float]]]:
+    """Returns this rank's validation loss before training, then (loss, gradient norm) of each step."""
+    engine = build(spec, plan, recipe)
+    mine = batches(spec, plan, engine.data_rank)
+    return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
+
+
+def differences(per_rank: list, reference: tuple) -> dict[str, float]:
+    """Returns the largest relative differences of loss, gradient norm and validation loss."""
+    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
+    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
+        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
+        "validation": abs(held_out - expected_held_out) / expected_held_out,
+    }
+
+
+@pytest.fixture(scope="module")
+def native():
+    """Returns a function: what the native engine does on one process."""
+    made = {}
+
+    def get(spec: ModelSpec, recipe: Recipe = RECIPE):
+        key = spec.name, recipe.gradient_clip
+        if key not in made:
+            plan = Plan(micro_batch_size=2, global_batch_size=BATCH)
+            made[key] = run_ranks(1, train, spec, plan, recipe)[0]
+        return made[key]
+
+    return get
+
+
+# Parity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equals_the_native_engine(layout, standin, llama_spec, native):
+    plan = neuron_plan(LAYOUTS[layout])
+    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), native(llama_spec))
+    assert max(found.values()) <= TOLERANCE, found
+
+
+def test_equals_the_native_engine_with_one_fused_matrix(standin, mha_spec, native):
+    plan = neuron_plan({"tensor_parallel": 2, "sequence_parallel": True})
+    found = differences(run_ranks(2, train, mha_spec, plan), native(mha_spec))
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bf16_recipes_follow_fp32(stage, standin, llama_spec, native):
+    """On the CPU nothing rounds stochastically; ten steps are too few to need it."""
+    plan = neuron_plan({"precision": "bf16", "zero_stage": stage, "data_parallel": 2, "recompute": "selective"})
+    found = differences(run_ranks(2, train, llama_spec, plan), native(llama_spec))
+    assert 0 < found["loss"] < 0.01 and found["grad_norm"] < 0.05, found
+
+
+def test_copies_of_key_value_heads_change_the_norm_alone(standin, llama_spec, native):
+    """NxD counts each copy in the gradient norm, so it clips by a larger one; without clipping all is equal."""
+    recipe, plan = RECIPE.replace(gradient_clip=1e6), neuron_plan({"tensor_parallel": 4, "sequence_parallel": True})
+    assert plan.kv_replication(llama_spec) == 2
+    found = differences(run_ranks(4, train, llama_spec, plan, recipe), native(llama_spec, recipe))
+    assert max(found["loss"], found["validation"]) <= TOLERANCE and found["grad_norm"] > 1e-3, found
+
+
+# Calls ---------------------------------------------------------------------------------------------------------
+
+
+def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[str, list[str]]]:
+    from tests.engines.signatures import CALLS
+
+    engine = build(spec, plan, RECIPE)
+    made = len(CALLS)
+    for samples, rate in zip(batches(spec, plan, engine.data_rank, 2), (1e-3, 5e-4), strict=True):
+        engine.train_step(samples, rate)
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints.save(facts(spec, plan, 2))
+    checkpoints.finish()
+    steps = [
+        name for name, _ in CALLS[made:] if "parallel_cross" not in name and "region" not in name and "get_" not in name
+    ]
+    rates = [arguments["learning_rate"] for name, arguments in CALLS if name == "step"]
+    return [name for name, _ in CALLS[:made]], steps, rates  # pyright: ignore[reportReturnType]
+
+
+def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
+    return {"step": step, "samples": step * BATCH, "tokens": step * BATCH * spec.sequence_length, "seed": 1234,
+            "spec": spec, "plan": plan}  # fmt: skip
+
+
+def test_order_of_calls(standin, llama_spec, tmp_path):
+    built, steps, rates = run_ranks(1, calls_of_two_steps, llama_spec, neuron_plan({}), tmp_path)[0]
+    order = ["neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer", "zero_grad"]
+    assert [name for name in built if name in order] == order
+    micro_batches = ["run_train", "mark_step"] * (BATCH // 2)
+    one_step = [*micro_batches, "step", "zero_grad", "mark_step"]
+    assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
+    assert rates == [1e-3, 5e-4]
+
+
+def test_a_pipeline_gets_all_micro_batches_in_one_call(standin, llama_spec, tmp_path):
+    plan = neuron_plan({"pipeline_parallel": 2, "zero_stage": 1})
+    built, steps, _ = run_ranks(2, calls_of_two_steps, llama_spec, plan, tmp_path)[0]
+    one_step = ["run_train", "step", "zero_grad", "mark_step"]
+    assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
+    assert "NxDPPModel" in built
+
+
+def test_a_call_that_a_version_does_not_take_is_noticed():
+    from tests.engines.signatures import check
+
+    with pytest.raises(TypeError, match=r"initialize_parallel_model of version 0.9.0: missing a required argument"):
+        check("neuronx_distributed.initialize_parallel_model", {"nxd_config": {}})
+    with pytest.raises(TypeError, match=r"neuronx_distributed_config of version 0.9.0: got an unexpected keyword"):
+        check("neuronx_distributed.neuronx_distributed_config", {"context_parallel_size": 1})
+
+
+def test_signatures_name_their_source():
+    for version, table in json.loads(SIGNATURES.read_text()).items():
+        assert table["source"].startswith("https://github.com/aws-neuron/neuronx-distributed/tree/"), version
+        assert len(table["signatures"]) >= 15
+
+
+@pytest.mark.neuron
+@pytest.mark.skipif(probe().state != "ok", reason=probe().reason)
+def test_recorded_signatures_are_those_of_the_package():
+    version = ".".join(probe().versions["neuronx-distributed"].split(".")[:2]) + ".0"
+    for name, parameters in json.loads(SIGNATURES.read_text())[version]["signatures"].items():
+        module, _, symbol = name.rpartition(".")
+        live = inspect.signature(getattr(importlib.import_module(module), symbol))
+        assert list(live.parameters) == [parameter[0] for parameter in parameters], name
+
+
+@pytest.mark.neuron
+@pytest.mark.skipif(probe().state != "ok", reason=probe().reason)
+def test_a_device_trains_one_step(tmp_path, spec, recipe):
+    kit.launch(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe.replace(num_steps=1)).job.wait(3600)
+    assert read_state(tmp_path / "run").state is JobState.COMPLETED
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
+    """Trains five steps, saves, and returns what five more give."""
+    engine = build(spec, plan, RECIPE)
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    mine = batches(spec, plan, engine.data_rank)
+    for samples in mine[:5]:
+        engine.train_step(samples, 1e-3)
+    checkpoints.save(facts(spec, plan, 5))
+    if torch.distributed.get_rank() == 0:
+        assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
+    for _ in range(SETTLE_STEPS):
+        checkpoints.poll()
+    return [engine.train_step(samples, 1e-3) for samples in mine[5:]]
+
+
+def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
+    engine = build(spec, plan, RECIPE, initialise=False)
+    manifest = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(5)
+    assert manifest.samples == 5 * BATCH
+    return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]]
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])
+def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, llama_spec, tmp_path):
+    plan = neuron_plan(changes)
+    expected = run_ranks(2, save_and_go_on, llama_spec, plan, tmp_path)[0]
+    assert run_ranks(2, resume, llama_spec, plan, tmp_path)[0] == expected
+
+
+def test_plain_data_parallelism_resumes_on_other_replicas(standin, llama_spec, tmp_path):
+    expected = run_ranks(2, save_and_go_on, llama_spec, neuron_plan({"data_parallel": 2}), tmp_path)[0]
+    found = run_ranks(1, resume, llama_spec, neuron_plan({}), tmp_path)[0]
+    assert found == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
+
+
+def test_sharded_optimizer_starts_anew_on_other_replicas(standin, llama_spec, tmp_path, capfd):
+    plan = neuron_plan({"data_parallel": 2, "zero_stage": 1})
+    expected = run_ranks(2, save_and_go_on, llama_spec, plan, tmp_path)[0]
+    found = run_ranks(1, resume, llama_spec, plan.replace(data_parallel=1), tmp_path)[0]
+    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), "the weights are those of the checkpoint"
+    assert abs(found[-1][0] - expected[-1][0]) > 1e-4, "the moments are not"
+    assert "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1" in capfd.readouterr().out
+
+
+def test_other_tensor_degrees_are_refused(standin, llama_spec, tmp_path):
+    run_ranks(1, save_and_go_on, llama_spec, neuron_plan({}), tmp_path)
+    with pytest.raises(AssertionError, match="CheckpointError: .* plan.tensor_parallel 1, now it is 2"):
+        run_ranks(2, resume, llama_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_shards_are_those_that_the_converter_reads(copies, standin, llama_spec, tmp_path):
+    """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart, puts them together."""
+    plan = neuron_plan({"tensor_parallel": 2 * copies, "sequence_parallel": True})
+    run_ranks(plan.num_devices, save_initial, llama_spec, plan, tmp_path)
+    found = import_nxd(tmp_path / "step_00000005", llama_spec).state_dict()
+    expected = build_decoder(llama_spec, seed=RECIPE.seed).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, mha_spec, tmp_path):
+    plan = neuron_plan({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1})
+    run_ranks(4, save_initial, mha_spec, plan, tmp_path)
+    found = import_nxd(tmp_path / "step_00000005", mha_spec).state_dict()
+    expected = build_decoder(mha_spec, seed=RECIPE.seed).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
+    engine = build(spec, plan, RECIPE)
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints.save(facts(spec, plan, 5))
+    checkpoints.finish()
+
+
+# Runs ----------------------------------------------------------------------------------------------------------
+
+
+def run_train(directory: Path, path: str, **variables: str) -> subprocess.CompletedProcess:
+    needed = needed_environment(neuron_plan({})) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, "-m", "kit.train", "--run", str(directory)],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, env={**os.environ, **needed, **variables},
+    )  # fmt: skip
+
+
+def test_compile_phase_writes_nothing_and_the_run_does(standin, spec, recipe, tmp_path):
+    recipe = recipe.replace(num_steps=6, checkpoint_every=3, validation_every=6, warmup_steps=0, validation_sequences=8)
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
+    before = sorted(run.directory.rglob("*"))
+    compiled = run_train(run.directory, standin, NEURON_EXTRACT_GRAPHS_ONLY="1")
+    assert compiled.returncode == 0 and "recorded the graphs of 4 steps" in compiled.stdout, compiled.stderr
+    assert sorted(run.directory.rglob("*")) == before, "a compile phase is no attempt of the run"
+    trained = run_train(run.directory, standin)
+    assert trained.returncode == 0 and "finished 6 steps" in trained.stdout, trained.stderr
+    assert run.checkpoints.steps() == [3, 6] and len(run.metrics()) == 6
+    assert json.loads((run.directory / "neuron.json").read_text())["tensor_parallel_size"] == 1
+    weights = run.load_model().state_dict()
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_a_run_resumes_from_nxd_files(standin, spec, recipe, tmp_path):
+    recipe = recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
+    assert run_train(run.directory, standin).returncode == 0
+    kit.Run.create(run.directory, spec=spec, plan=run.plan, recipe=recipe.replace(num_steps=6), site=run.site)
+    again = run_train(run.directory, standin, KIT_ATTEMPT="2")
+    assert again.returncode == 0 and "resumed from step 4" in again.stdout, again.stderr
+    assert run.checkpoints.steps() == [4, 6]
+    with pytest.raises(CheckpointError, match="holds NxD's files"):
+        run.checkpoints.load(6, {}, spec=spec, distributed=False)
+
+
+def test_a_run_in_the_wrong_precision_does_not_start(standin, spec, recipe, tmp_path):
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
+    done = run_train(run.directory, standin, NEURON_RT_STOCHASTIC_ROUNDING_EN="1")
+    assert done.returncode == os.EX_CONFIG and "Traceback" not in done.stderr
+    assert f"{ConfigError.__name__}: plan.precision" in done.stderr and "STOCHASTIC_ROUNDING_EN is '1'" in done.stderr

@@ -1,0 +1,142 @@
+"""The probe tells apart absent, placeholder, wrong, broken and working packages, each in one sentence."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kit
+from kit import doctor
+from kit.engines.neuron_probe import SUPPORTED, NeuronError, probe, require
+from kit.errors import MissingPackageError
+from kit.plan import Plan
+from tests.engines.conftest import VERSIONS, install
+
+ROOT = Path(__file__).parents[2]
+NEURON = Plan(engine="neuron", precision="bf16")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs distributions and modules (name: source) for this process."""
+
+    def install_them(versions: dict[str, str], modules: dict[str, str]) -> None:
+        install(tmp_path / "site", versions)
+        for name, source in modules.items():
+            (tmp_path / "site" / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+    return install_them
+
+
+@pytest.mark.skipif(probe().state != "absent", reason="NxD is installed")
+def test_absent():
+    status = probe()
+    assert status.versions == {} and "it is not installed" in status.message
+    assert "requirements/trainium.txt" in status.message and "plan.engine 'native'" in status.message
+    with pytest.raises(NeuronError, match="it is not installed"):
+        require()
+
+
+def test_placeholder_by_its_version(installed):
+    installed({"neuronx-distributed": "0.1"}, {})
+    assert probe().state == "placeholder"
+    assert "0.1 is the public index's placeholder" in probe().message
+
+
+def test_placeholder_by_what_it_says_when_imported(installed):
+    raising = 'raise ImportError("WRONG PACKAGE. Install it from the other index.")'
+    modules = {"neuronx_distributed": "", "torch_neuronx": raising, "torch_xla": ""}
+    installed(VERSIONS, modules)
+    assert probe().state == "placeholder"
+
+
+@pytest.mark.parametrize("version", ["0.9.0", "0.15.22404", "0.19.28492"])
+def test_wrong_version(installed, version):
+    installed({**VERSIONS, "neuronx-distributed": version}, {"neuronx_distributed": ""})
+    assert probe().state == "wrong version"
+    assert f"needs neuronx-distributed {' or '.join(SUPPORTED)}: version {version} is installed" in probe().message
+
+
+def test_native_backend_of_the_same_name_is_not_taken_for_the_old_one(installed):
+    versions = {name: version for name, version in VERSIONS.items() if name != "torch-xla"}
+    installed(versions, {"neuronx_distributed": "", "torch_neuronx": ""})
+    assert probe().state == "wrong version" and "native PyTorch backend" in probe().reason
+
+
+def test_broken_tells_the_last_line(installed):
+    raising = 'raise ImportError("_XLAC.so: undefined symbol: deleteNode")'
+    installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
+    assert probe().state == "broken"
+    assert "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode." in probe().message
+
+
+def test_source_on_the_path_is_no_installation(installed):
+    installed({}, {"neuronx_distributed": ""})
+    assert probe().state == "broken" and "never installed" in probe().reason
+
+
+def test_standin_passes(standin):
+    assert dataclasses.replace(probe(), versions={}) == dataclasses.replace(probe(), state="ok", reason="", versions={})
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.9.0"])
+def test_launch_tells_it_before_anything_is_written(installed, llama_spec, recipe, tmp_path, version):
+    installed({"neuronx-distributed": version}, {"neuronx_distributed": ""})
+    with pytest.raises(MissingPackageError, match="plan.engine 'neuron' needs neuronx-distributed 0.17 or 0.18"):
+        kit.launch(tmp_path / "run", spec=llama_spec, plan=NEURON, recipe=recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_tells_it_without_a_traceback(installed, spec, recipe, tmp_path):
+    """Ranks may run in another environment than the notebook that launched them."""
+    raising = 'raise RuntimeError("operator torch_xla::op does not exist")'
+    installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop"))
+    path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "kit.train", "--run", str(run.directory)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == os.EX_CONFIG, done.stderr
+    assert "RuntimeError: operator torch_xla::op does not exist" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_row(installed, monkeypatch):
+    assert doctor._neuron().ok is None or probe().state == "ok"
+    installed({"neuronx-distributed": "0.1"}, {})
+    row = doctor._neuron()
+    assert row.ok is False and row.found.startswith("placeholder (neuronx-distributed 0.1)")
+    assert "requirements/trainium.txt" in row.advice
+
+
+def test_doctor_does_not_promise_training_without_a_device(standin, monkeypatch):
+    monkeypatch.setattr("kit.engines.neuron_probe.has_device", lambda: False)
+    assert doctor._neuron().ok is None and "no Neuron device" in doctor._neuron().found
+
+
+def test_engine_command_shows_what_nxd_is_told(spec, recipe, tmp_path):
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=NEURON, recipe=recipe, site=kit.Site.load("laptop"))
+    command = [sys.executable, "-m", "kit", "engine", str(run.directory)]
+    shown = json.loads(subprocess.check_output(command, text=True, cwd=ROOT))
+    assert shown["optimizer_config"] == {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("name", ["trainium.txt", "hlat.txt"])
+def test_requirements_are_exact(name):
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith(("#", "--extra-index-url "))]
+    assert pins and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9.]*", pin) for pin in pins), pins
+    found = dict(pin.split("==") for pin in pins)
+    assert {"neuronx-distributed", "neuronx-cc", "torch-neuronx"} <= set(found)
+    assert "neuronx-distributed" not in (ROOT / "pyproject.toml").read_text(), "its name on the public index misleads"
+
+
+def test_requirements_are_of_versions_that_the_probe_takes():
+    pin = re.search(r"neuronx-distributed==(\d+\.\d+)", (ROOT / "requirements" / "trainium.txt").read_text())
+    assert pin and pin[1] in SUPPORTED

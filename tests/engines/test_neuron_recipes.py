@@ -1,0 +1,146 @@
+"""HLAT's recipes, made from the Plan: what NxD is told, for which job, and what is refused."""
+
+import json
+
+import pytest
+
+import kit
+from cluster.site import Site
+from kit.engines.neuron_config import check_environment, needed_environment, nxd_arguments, pipeline_cuts
+from kit.errors import ConfigError
+from kit.launcher import job_spec
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+HLAT_7B = Plan(
+    engine="neuron", precision="bf16", tensor_parallel=8, data_parallel=256, sequence_parallel=True,
+    recompute="selective", global_batch_size=1024,
+)  # fmt: skip
+HLAT_70B = HLAT_7B.replace(tensor_parallel=32, pipeline_parallel=8, data_parallel=32, zero_stage=1)
+PLANS = {"hlat-7b": HLAT_7B, "hlat-70b": HLAT_70B}
+RECIPE = Recipe(data="none", num_steps=10)
+
+
+def test_7b_is_pure_bf16_without_sharding():
+    HLAT_7B.check(ModelSpec.preset("hlat-7b"), 64 * 32)
+    assert nxd_arguments(ModelSpec.preset("hlat-7b"), HLAT_7B, RECIPE) == {
+        "tensor_parallel_size": 8,
+        "pipeline_parallel_size": 1,
+        "sequence_parallel": True,
+        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
+        "mixed_precision_config": {
+            "use_master_weights": False,
+            "use_fp32_grad_acc": False,
+            "use_master_weights_in_ckpt": False,
+        },
+        "pipeline_config": None,
+    }
+
+
+def test_70b_has_fp32_beside_bf16_and_an_even_pipeline():
+    spec = ModelSpec.preset("hlat-70b")
+    HLAT_70B.check(spec, 256 * 32)
+    assert HLAT_70B.kv_replication(spec) == 4 and HLAT_70B.num_microbatches == 32
+    told = nxd_arguments(spec, HLAT_70B, RECIPE)
+    assert told["optimizer_config"]["zero_one_enabled"]
+    assert told["mixed_precision_config"] == {
+        "use_master_weights": True,
+        "use_fp32_grad_acc": True,
+        "use_master_weights_in_ckpt": True,
+    }
+    layout = told["pipeline_config"]
+    assert layout["pipeline_cuts"] == [f"model.layers.{last}" for last in (9, 19, 29, 39, 49, 59, 69)]
+    assert layout["num_microbatches"] == 32 and layout["use_zero1_optimizer"]
+    assert layout["broadcast_and_average_loss"] and not layout["return_loss_on_cpu"]
+    assert json.loads(json.dumps(told)) == told, "what is shown is what is told"
+
+
+def test_cuts_leave_equal_stages():
+    spec = ModelSpec.preset("hlat-70b").replace(num_layers=12)
+    assert pipeline_cuts(spec, HLAT_70B.replace(pipeline_parallel=3)) == ["model.layers.3", "model.layers.7"]
+
+
+@pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
+@pytest.mark.parametrize("name", PLANS)
+def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
+    run = kit.Run.create(
+        tmp_path / "run", spec=ModelSpec.preset(name), plan=PLANS[name], recipe=RECIPE, site=Site.load(site)
+    )
+    job = job_spec(run)
+    assert job.num_processes == PLANS[name].num_devices and job.num_nodes == {"hlat-7b": 64, "hlat-70b": 256}[name]
+    rounding = {"hlat-7b": "1", "hlat-70b": "0"}[name]
+    expected = {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0", "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding}
+    assert job.environment == run.site.profile(name) | expected
+    check_environment(run.plan, job.environment)
+
+
+def test_a_site_that_is_no_trainium_is_refused(tmp_path):
+    spec = ModelSpec.preset("hlat-7b")
+    run = kit.Run.create(tmp_path / "run", spec=spec, plan=HLAT_7B, recipe=RECIPE, site=Site.load("frontier"))
+    with pytest.raises(ConfigError, match="site.slurm.profiles: 'hlat-7b' is unknown"):
+        job_spec(run)
+
+
+def test_other_engines_get_no_variables(tmp_path, llama_spec):
+    run = kit.Run.create(tmp_path / "run", spec=llama_spec, plan=Plan(), recipe=RECIPE, site=Site.load("laptop"))
+    assert job_spec(run).environment == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "message"),
+    [
+        ({}, {}, "NEURON_RT_STOCHASTIC_ROUNDING_EN='1', but NEURON_RT_STOCHASTIC_ROUNDING_EN is 'not set'"),
+        ({"zero_stage": 1}, {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}, "ROUNDING_EN='0', but .* is '1'"),
+        ({"zero_stage": 1}, {"XLA_DOWNCAST_BF16": "1"}, "XLA_DOWNCAST_BF16 is '1'"),
+        ({"precision": "fp32"}, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
+    ],
+)
+def test_a_process_of_another_precision_is_refused(changes, environment, message):
+    plan = HLAT_7B.replace(**changes)
+    with pytest.raises(ConfigError, match=message):
+        check_environment(plan, environment)
+    mended = environment | needed_environment(plan, environment.get("NEURON_CC_FLAGS", ""))
+    check_environment(plan, mended)
+    assert all(word in mended.get("NEURON_CC_FLAGS", "") for word in environment.get("NEURON_CC_FLAGS", "").split())
+
+
+def test_what_is_not_set_is_off():
+    check_environment(HLAT_70B, {})
+    check_environment(HLAT_70B.replace(precision="fp32"), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_stage": 2}, "plan.zero_stage: 2 is not allowed with engine 'neuron'"),
+        ({"compile": True}, "plan.compile: True is not allowed"),
+        ({"pipeline_parallel": 2, "schedule": "interleaved", "virtual_stages": 2}, "plan.schedule: 'interleaved'"),
+    ],
+)
+def test_plans_that_are_neither_recipe_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        HLAT_7B.replace(**changes)
+
+
+def test_models_that_hlat_did_not_train_are_refused(gpt_spec, llama_spec):
+    plan = Plan(engine="neuron", precision="bf16")
+    with pytest.raises(ConfigError, match="'neuron' trains Llamas"):
+        plan.check(gpt_spec)
+    plan.check(llama_spec)
+
+
+def test_key_value_heads_are_copied_by_this_engine_only(llama_spec):
+    assert llama_spec.num_kv_heads == 2
+    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=4)
+    plan.check(llama_spec)
+    assert plan.kv_replication(llama_spec) == 2
+    with pytest.raises(ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 4"):
+        plan.replace(engine="native").check(llama_spec)
+    with pytest.raises(ConfigError, match="spec.num_heads"):
+        plan.replace(tensor_parallel=6).check(llama_spec)
+
+
+def test_a_recipe_without_clipping_is_refused():
+    with pytest.raises(ConfigError, match="recipe.gradient_clip"):
+        nxd_arguments(ModelSpec.preset("hlat-7b"), HLAT_7B, RECIPE.replace(gradient_clip=None))
