@@ -104,7 +104,7 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         axis.legend(loc="upper right")
         text = (
             "What stands behind the Trainium side of the cost figure: not the paper's numbers, which were not found, "
-            "but AWS's own tables, model and SDK version below. The same model and layout differs by a fifth between "
+            "but AWS's own tables, model and SDK version below. The same model and layout differs by a sixth between "
             "versions, which no formula of shapes can know."
         )
         finish(figure, text, layers)

@@ -15,12 +15,14 @@ from kit.run import Run
 
 SHORT = {
     "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",
-    "mmlu": "MMLU", "code_pass_1": "Code p@1", "code_pass_10": "Code p@10", "average": "avg",
+    "mmlu": "MMLU", "code_pass_1": "p@1", "code_pass_10": "p@10", "average": "avg",
     "crows_pairs_english": "CrowS en", "crows_pairs_french": "CrowS fr", "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
 }  # fmt: skip
 """Headings of the paper."""
 EMPTY = np.empty(0)
+CAPTION = 0.9
+"""Inches that a caption takes from a small table."""
 
 
 def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -38,7 +40,7 @@ def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: run directories, or `EvalReport` files. A column needs all of its data sets in the paper's shots, whole.
     """
-    text = "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, Code: HumanEval."
+    text = "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, p@: HumanEval."
     return _compared("II", runs, text)
 
 
@@ -48,7 +50,7 @@ def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: add nothing here; `kit average` makes the mean of checkpoints of your own.
     """
-    return _table("IV", [], "The mean of two checkpoints is better than each in most columns.")
+    return _table("IV", [], "The mean of both checkpoints has the best average.")
 
 
 def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -103,6 +105,7 @@ def _table(name: str, own: list[dict[str, str]], text: str) -> tuple[Any, Rows]:
     layers += [_layer("measured", made) for made in dict.fromkeys(row["made"] for row in own)]
     with figure_style() as plt:
         figure, _ = table_figure(plt, shown)
+        figure.set_figheight(figure.get_figheight() + CAPTION)
         finish(figure, " ".join([f"{known.title}, as printed.", text, *known.notes]), layers)
     return figure, [{"layer": row["made"].split(",")[0]} | row for row in rows]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from kit.monitor.figure import GREY
 from kit.papers.hlat_model import MODELS, facts
-from kit.papers.layers import Layer, Runs, opened, scale_of, table
+from kit.papers.layers import Layer, Runs, demo_source, opened, scale_of, table
 from kit.papers.panels import COLOURS, DEMO_COLOURS, draw, finish, mark_demo_scale, table_figure
 from kit.pictures import Rows, figure_style
 from kit.recipe import Recipe
@@ -23,11 +23,12 @@ RECIPE = {
     "global_batch_size": "global batch, sequences", "micro_batch_size": "micro-batch, sequences",
     "learning_rate": "peak learning rate", "min_learning_rate": "lowest learning rate",
     "warmup_steps": "warm-up, steps", "decay_steps": "cosine ends at step", "cosine_floor": "cosine meets its floor",
-    "beta1": "beta 1", "beta2": "beta 2", "eps": "epsilon of AdamW", "weight_decay": "weight decay, norms too", "gradient_clip": "gradient clip, L2",
-    "precision": "precision", "tensor_parallel": "tensor parallel", "pipeline_parallel": "pipeline parallel",
-    "zero_stage": "ZeRO", "sequence_parallel": "sequence parallel", "recompute": "recompute (core attention)",
-    "checkpoint_every": "checkpoint, every steps", "kept_checkpoint_every": "kept checkpoint, every steps",
-    "seed": "seed", "nodes_of_script": "nodes of the script", "nodes_at_most": "nodes at most",
+    "beta1": "beta 1", "beta2": "beta 2", "eps": "epsilon of AdamW", "weight_decay": "weight decay, norms too",
+    "gradient_clip": "gradient clip, L2", "precision": "precision", "tensor_parallel": "tensor parallel",
+    "pipeline_parallel": "pipeline parallel", "zero_stage": "ZeRO", "sequence_parallel": "sequence parallel",
+    "recompute": "recompute (core attention)", "checkpoint_every": "checkpoint, every steps",
+    "kept_checkpoint_every": "kept checkpoint, every steps", "seed": "seed", "nodes_of_script": "nodes of the script",
+    "nodes_at_most": "nodes at most",
 }  # fmt: skip
 STEPS_SHOWN = 60
 """Of a schedule of half a million."""
@@ -114,7 +115,8 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         text = (
             f"2,000 steps of warm-up, then a cosine over 500,000 steps, of which 1.8 trillion tokens (dotted) are "
             f"{last_step('7B'):,}. Clamped, as released, meets the floor at "
-            f"{_tokens('7B', floor_step('7B')) / 1e12:.2f} trillion tokens; at the end 7B has {end:.2g}, rescaled {other:.3g}."
+            f"{_tokens('7B', floor_step('7B')) / 1e12:.2f} trillion tokens; at the end 7B has "
+            f"{end:.2g}, rescaled {other:.3g}."
         )
         finish(figure, text, [layer for layers in panels.values() for layer in layers])
     return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
@@ -187,23 +189,24 @@ def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
     return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, np.nan, np.nan, error=EXACT)
 
 
-def curves(runs: Runs, column: str, *, scale: float = 1.0) -> list[Layer]:
+def curves(runs: Runs, column: str) -> list[Layer]:
     """Returns one column of the metrics of each run against millions of tokens, a layer a run.
 
     Args:
         runs: run directories; those without a step are left out.
         column: of `Metrics`.
-        scale: multiplies its values.
     """
     layers = []
     for run in opened(runs):
         metrics = run.metrics()
         if len(metrics):
-            empty = np.full(len(metrics), np.nan)
+            empty, scale = np.full(len(metrics), np.nan), scale_of(run)
+            source = "run directories given to the figure"
+            if scale == "demo":
+                source = demo_source([run.directory.parent])
             layers.append(
-                Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=scale * metrics[column],
-                      low=empty, high=empty, source="this machine, demo scale" if scale_of(run) == "demo" else
-                      "run directories given to the figure", scale=scale_of(run), joined=True)
+                Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=metrics[column],
+                      low=empty, high=empty, source=source, scale=scale, joined=True)
             )  # fmt: skip
     return layers
 

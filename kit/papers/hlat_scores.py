@@ -120,7 +120,10 @@ def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
 def _label(axis: Any, name: str, number: int, model: str) -> None:
     if name in PANELS:
         axis.set(xlim=(0, 1900), title=f"({'abcdef'[number]}) {PANELS[name]}, %")
-        axis.set_ylim(0, 1.35 * axis.get_ylim()[1])
+        low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
+        margin = 0.08 * (high - low)
+        bottom, top = axis.get_ylim()  # of the points; the paper's panel shows at least its own ticks
+        axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
         if model == "70B":
             axis.axvline(facts().value("mix_stage", "from"), color=GREY, linewidth=0.8, linestyle=":")
         if number >= 3:
@@ -139,6 +142,7 @@ def _text(model: str, has_demo: bool) -> str:
         "guessing. Bits per byte: less is better."
     )
     return (
-        f"The points of the paper's curves could not be read; hollow: its last checkpoints, from its tables. "
+        f"The points of the curves could not be read; hollow: its last checkpoints, from its tables; axes "
+        f"as in the paper. "
         f"{IN_WORDS[model]}{here if has_demo else ''}"
     )
