@@ -22,9 +22,9 @@ PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 TASKS = ("heldout", "piqa", "arc_easy")
 LIMIT = 50
 """Items of a task that are scored at each checkpoint."""
-SPIKE_RECIPE = Recipe(data="", num_steps=180, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
+SPIKE_RECIPE = Recipe(data="", num_steps=140, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
                       decay_steps=400, cosine_floor="clamped")  # fmt: skip
-PRECISION_RECIPE = Recipe(data="", num_steps=200, learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=20,
+PRECISION_RECIPE = Recipe(data="", num_steps=160, learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=20,
                           cosine_floor="clamped")  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from typing import Any, Literal
 import numpy as np
 
 from kit.monitor.figure import GREY
+from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_model import MODELS, facts
-from kit.papers.layers import Layer, Runs, demo_source, opened, scale_of, table
-from kit.papers.panels import COLOURS, DEMO_COLOURS, draw, finish, mark_demo_scale, table_figure
+from kit.papers.layers import Layer, Runs, opened, scale_of, table
+from kit.papers.panels import draw, finish, table_figure
 from kit.pictures import Rows, figure_style
 from kit.recipe import Recipe
 from kit.run import Run
@@ -187,37 +188,6 @@ def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
     steps = np.unique(np.concatenate([steps, [schedule.warmup_steps, floor_step(model)]]))
     rates = [schedule.learning_rate_at(int(step)) for step in steps]
     return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, np.nan, np.nan, error=EXACT)
-
-
-def curves(runs: Runs, column: str) -> list[Layer]:
-    """Returns one column of the metrics of each run against millions of tokens, a layer a run.
-
-    Args:
-        runs: run directories; those without a step are left out.
-        column: of `Metrics`.
-    """
-    layers = []
-    for run in opened(runs):
-        metrics = run.metrics()
-        if len(metrics):
-            empty, scale = np.full(len(metrics), np.nan), scale_of(run)
-            source = "run directories given to the figure"
-            if scale == "demo":
-                source = demo_source([run.directory.parent])
-            layers.append(
-                Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=metrics[column],
-                      low=empty, high=empty, source=source, scale=scale, joined=True)
-            )  # fmt: skip
-    return layers
-
-
-def draw_curves(axis: Any, layers: list[Layer], **style: Any) -> None:
-    """Draws measured curves of many points, a colour each, and marks demo scale."""
-    for number, layer in enumerate(layers):
-        colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        axis.plot(layer.x, layer.y, color=colours[number % len(colours)], label=layer.label, **style)
-    if any(layer.scale == "demo" for layer in layers):
-        mark_demo_scale(axis)
 
 
 def _tokens(model: str, steps: Any) -> Any:

@@ -18,12 +18,12 @@ from kit.spec import ModelSpec
 
 SPEC = ModelSpec.llama(
     name="llama-small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=176,
-    vocab_size=4096, sequence_length=128,
+    vocab_size=4096, sequence_length=64,
 )  # fmt: skip
-BATCH, VALIDATION = 8, 64
+BATCH, VALIDATION = 8, 32
 """Sequences of a step, and of the held-out loss."""
 VALIDATE_EVERY = 10
-GARBLED = range(100, 106)
+GARBLED = range(80, 86)
 """Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the spike."""
 SAVE_EVERY, WINDOW, PATIENCE = 20, 40, 3
 """Steps between checkpoints; losses that a loss is compared with; spikes in a row until somebody acts."""

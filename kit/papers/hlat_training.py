@@ -9,9 +9,9 @@ import numpy as np
 from kit.errors import ConfigError
 from kit.monitor.alerts import spikes
 from kit.monitor.figure import GREY, smooth
+from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import facts
-from kit.papers.hlat_recipes import curves, draw_curves
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import finish, mark_demo_scale
 from kit.pictures import Rows, figure_style

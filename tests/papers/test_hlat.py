@@ -68,7 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         scored(run, score("piqa", 0.5 + step / 100), score("heldout", 3 - step / 10, metric="bits_per_byte"), step=step)
     rows = {"step": 0, "grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
     arms = {
-        name: [rows | {"step": s, "loss": 6.0, "stands_out": s == 101, "validation_loss": v if s % 10 == 0 else None}
+        name: [rows | {"step": s, "loss": 6.0, "stands_out": s == 81, "validation_loss": v if s % 10 == 0 else None}
                for s in range(1, 151)]
         for name, v in (("no spike", 5.0), ("nothing", 5.9), ("skip", 5.1), ("roll back", 5.2), ("lower rate", 5.4))
     }  # fmt: skip
