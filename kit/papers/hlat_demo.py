@@ -65,11 +65,9 @@ def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, list[dict[
     """Returns the steps of a small model without a spike, and with one that is answered in four ways."""
 
     def make() -> dict[str, list[dict[str, Any]]]:
-        from kit.papers.hlat_small import train_with_spike
+        from kit.papers.hlat_small import ANSWERS, train_with_spike
 
-        dataset = Dataset.open(data)
-        answers = ("no spike", "nothing", "skip", "roll back", "lower rate")
-        return {answer: train_with_spike(dataset, SPIKE_RECIPE, answer) for answer in answers}
+        return train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS)
 
     return _kept(Path(directory) / SPIKES, make)
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ SAVE_EVERY, WINDOW, PATIENCE = 20, 40, 3
 LOWER = 0.3
 """Factor of the learning rate where that is the answer."""
 
-Handling = Literal["no spike", "nothing", "skip", "roll back", "lower rate"]
+Answer = Literal["no spike", "nothing", "skip", "roll back", "lower rate"]
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,51 +128,61 @@ class SmallTraining:
         """Returns one batch of text, [BATCH, T + 1]."""
         return torch.from_numpy(self.samples.batch(number * BATCH, BATCH))
 
-    def save(self) -> list[Tensor]:
-        """Returns copies of all that is stored."""
-        return [tensor.clone() for tensor in self._stored()]
+    def save(self) -> tuple[int, list[Tensor]]:
+        """Returns updates done, and copies of all that is stored."""
+        return self.updates, [tensor.clone() for tensor in self._stored()]
 
-    def restore(self, saved: list[Tensor]) -> None:
+    def restore(self, saved: tuple[int, list[Tensor]]) -> None:
         """Takes back what `save` returned."""
-        for tensor, old in zip(self._stored(), saved, strict=True):
+        self.updates = saved[0]
+        for tensor, old in zip(self._stored(), saved[1], strict=True):
             tensor.copy_(old)
 
     def _stored(self) -> list[Tensor]:
         return [*self.weights, *(moment for pair in self.moments for moment in pair)]
 
 
-def train_with_spike(data: Dataset, recipe: Recipe, handling: Handling) -> list[dict[str, Any]]:
-    """Returns the steps of a run in which some batches are garbled, and which answers in one of these ways.
+def train_with_spike(data: Dataset, recipe: Recipe, answers: Sequence[Answer]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the steps of runs in which some batches are garbled, one for each answer to that.
 
     skip: a step whose loss stands out is not applied (a form of PaLM's skipped batches that needs no restart). roll
     back: after PATIENCE such losses the last checkpoint is restored and the data since is left out (PaLM, arXiv
     2204.02311, section 5.1). lower rate: after as many, the learning rate is cut for good (as OPT did, arXiv
-    2205.01068, section 2.5). Each row: step, loss, grad_norm, learning_rate, stands_out, applied, validation_loss or
-    None.
+    2205.01068, section 2.5). What comes before the spike is the same in all, and is trained once. Each row: step, loss,
+    grad_norm, learning_rate, stands_out, applied, validation_loss or None.
     """
-    training, rows, before = SmallTraining(data, recipe), [], []
+    training = SmallTraining(data, recipe)
+    common = _answered(training, range(1, GARBLED.start), "no spike", [])
+    saved, losses = training.save(), [row["loss"] for row in common]
+    arms = {}
+    for answer in answers:
+        training.restore(saved)
+        arms[answer] = common + _answered(training, range(GARBLED.start, recipe.num_steps + 1), answer, losses)
+    return arms
+
+
+def _answered(training: SmallTraining, steps: range, answer: Answer, losses: list[float]) -> list[dict[str, Any]]:
+    """Returns the rows of some steps; each takes a batch of its own, so a roll-back never reads one again."""
+    recipe, before, rows = training.recipe, losses[-WINDOW:], []
     saved, spikes, factor = training.save(), 0, 1.0
     noise = torch.Generator().manual_seed(recipe.seed)
-    for step in range(1, recipe.num_steps + 1):  # a batch a step, so batches seen after a roll-back are never re-read
+    for step in steps:
         if step % SAVE_EVERY == 0 and spikes == 0:
             saved = training.save()
         tokens = training.batch(step)
-        if step in GARBLED and handling != "no spike":
+        if step in GARBLED and answer != "no spike":
             tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
         rate = factor * recipe.learning_rate_at(step)
         loss, norm = training.gradients(tokens)
         out = stands_out(loss, before)
-        applied = not (out and handling == "skip")
+        applied = not (out and answer == "skip")
         if applied:
             training.update(rate)
-        if out:
-            spikes += 1
-        else:
-            spikes, before = 0, [*before, loss][-WINDOW:]
-        if spikes == PATIENCE and handling == "roll back":
+        spikes, before = (spikes + 1, before) if out else (0, [*before, loss][-WINDOW:])
+        if spikes == PATIENCE and answer == "roll back":
             training.restore(saved)
             spikes = 0
-        elif spikes == PATIENCE and handling == "lower rate":
+        elif spikes == PATIENCE and answer == "lower rate":
             factor = LOWER
         validation = training.validation_loss() if step % VALIDATE_EVERY == 0 else None
         rows.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate, "stands_out": out,

@@ -66,11 +66,16 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
         for number, name in enumerate(arms):
             style = {"color": ARM_COLOURS[number], "linestyle": (0, (4, 2)) if name == "no spike" else "-"}
-            left.plot(training[name].x, training[name].y, label=name, linewidth=1.0, **style)
-            right.plot(held_out[name].x, held_out[name].y, label=name, marker="o", markersize=3, **style)
+            width = 3.2 if name == "skip" else 1.2  # roll back lies on it
+            left.plot(training[name].x, training[name].y, label=name, linewidth=width, **style)
+            right.plot(
+                held_out[name].x, held_out[name].y, label=name, marker="o", markersize=3, linewidth=width, **style
+            )
         begin = next(row["step"] for row in arms["nothing"] if row["stands_out"])
+        garbled = sum(row["stands_out"] for row in arms["skip"])
         for axis in (left, right):
             axis.set(xlabel="step", xlim=(begin - 45, None))
+            axis.axvspan(begin - 0.5, begin - 0.5 + garbled, color=GREY, alpha=0.2, linewidth=0)
             mark_demo_scale(axis)
         shown = np.concatenate([layer.y[layer.x > begin - 45] for layer in held_out.values()])
         right.set_ylim(shown.min() - 0.1, shown.max() + 0.1)
@@ -139,7 +144,7 @@ def _spike_text(arms: dict[str, Steps]) -> str:
     garbled = sum(row["stands_out"] for row in arms["skip"])
     told = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
     return (
-        f"{garbled} batches of random tokens make the spike; without clipping of gradients it would be worse. Answers: "
+        f"{garbled} batches of random tokens make the spike (grey). Answers: "
         f"skip steps whose loss stands out; roll back to a checkpoint and leave out the data since (as PaLM); a lower "
         f"learning rate from then on (as OPT). Held-out loss, highest and last: {told}. The paper's own spikes, if it "
         f"had any, could not be read."

@@ -19,6 +19,7 @@ from kit.papers.hlat_model import MODELS, P4D, TRN1, benchmarks, facts, left_out
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
 from kit.papers.hlat_scores import end_points
 from kit.papers.hlat_small import (
+    ANSWERS,
     GARBLED,
     PRECISIONS,
     SmallTraining,
@@ -35,7 +36,6 @@ from tests.papers.recorded import record
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
-ANSWERS = ("no spike", "nothing", "skip", "roll back", "lower rate")
 TABLES = {"hlat-models", "hlat-hyperparameters"}
 
 
@@ -232,14 +232,14 @@ def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
     losses = [row["loss"] for row in ends.values()]
     assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, "alike so early, and never the same numbers"
     for precision in PRECISIONS:
-        stored = {tensor.dtype for tensor in SmallTraining(tiny_dataset, short, precision).save()}
+        stored = {tensor.dtype for tensor in SmallTraining(tiny_dataset, short, precision).save()[1]}
         assert stored == {precision.stored}
 
 
 def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kit.papers.hlat_small.GARBLED", range(50, 56))
     short = SPIKE_RECIPE.replace(num_steps=60)
-    arms = {answer: train_with_spike(tiny_dataset, short, answer) for answer in ANSWERS}
+    arms = train_with_spike(tiny_dataset, short, ANSWERS)
     assert not any(row["stands_out"] for row in arms["no spike"])
     assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(range(50, 56))
     assert all(row["applied"] for row in arms["nothing"])
