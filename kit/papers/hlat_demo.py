@@ -24,8 +24,9 @@ LIMIT = 50
 """Items of a task that are scored at each checkpoint."""
 SPIKE_RECIPE = Recipe(data="", num_steps=140, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
                       decay_steps=400, cosine_floor="clamped")  # fmt: skip
-PRECISION_RECIPE = Recipe(data="", num_steps=160, learning_rate=2e-3, min_learning_rate=2e-4, warmup_steps=20,
+PRECISION_RECIPE = Recipe(data="", num_steps=160, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=20,
                           cosine_floor="clamped")  # fmt: skip
+"""The learning rates of HLAT's 7B: with larger ones fewer updates are small enough to be rounded away."""
 
 
 def demo_run(directory: str | Path, data: str | Path, tasks: Sequence[str] = TASKS) -> Run:
