@@ -116,8 +116,8 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         ends = "; ".join(f"{name} {layer.y[-1]:.3f}" for name, layer in held_out.items())
         text = (
             f"The same weights and data in each, with the learning rates of HLAT's 7B. Held-out loss at the end: "
-            f"{ends}. Rounding is that of weights and moments, once a step; on Trainium every result is. The paper, in words: "
-            f"{said}."
+            f"{ends}. Rounding is that of weights and moments, once a step; on Trainium every result is. The paper, in "
+            f"words: {said}."
         )
         finish(figure, text, [*training.values(), *held_out.values()])
     return figure, [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
