@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("hlat")
     plan = Plan(tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16")
     trn1 = record(folder / "trn1", ModelSpec.preset("hlat-7b"), plan, Site.load(TRN1), 16 * 24_000.0)
-    scored(trn1, *(score(name, 0.6, items=100) for name in ("piqa", "boolq")), step=8)
+    scored(trn1, score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc"), step=8)
     demo = folder / "study"
     run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
     for step in (4, 8):
@@ -229,7 +229,7 @@ def test_written_out_adamw_is_torch_s(tiny_dataset) -> None:
 
 
 def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
-    short = PRECISION_RECIPE.replace(num_steps=10)
+    short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
     ends = {precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS}
     losses = [row["loss"] for row in ends.values()]
     assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, "alike so early, and never the same numbers"
@@ -238,20 +238,18 @@ def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
         assert stored == {precision.stored}
 
 
-def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kit.papers.hlat_small.GARBLED", range(50, 56))
-    short = SPIKE_RECIPE.replace(num_steps=60)
+def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset) -> None:
+    short = SPIKE_RECIPE.replace(num_steps=90)
     arms = train_with_spike(tiny_dataset, short, ANSWERS)
     assert not any(row["stands_out"] for row in arms["no spike"])
-    assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(range(50, 56))
+    assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(GARBLED)
     assert all(row["applied"] for row in arms["nothing"])
     assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(0.3 * arms["nothing"][-1]["learning_rate"])
     ends = last_losses(arms)
     assert ends["skip"] < ends["nothing"] and ends["roll back"] < ends["nothing"]
-    assert worst_after(arms)["nothing"] == ends["nothing"]
+    assert worst_after(arms)["nothing"] > worst_after(arms)["skip"]
     assert stands_out(9.0, [6.0, 6.1] * 20) and not stands_out(6.2, [6.0, 6.1] * 20)
     assert stands_out(math.nan, [6.0] * 40) and not stands_out(9.0, [6.0] * 5)
-    assert len(GARBLED) == 6
 
 
 def test_studies_are_made_once_and_kept(tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
