@@ -85,6 +85,17 @@ class Calibration:
             high_s=np.exp(centre + half), warnings=warnings,
         )  # fmt: skip
 
+    def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
+        """Returns step times under draws of the coefficients from their posterior, seconds, [count, layouts].
+
+        A ratio of two columns has its interval from these: what both layouts have in common cancels. The formula's own
+        misfit is not in them.
+        """
+        values = np.random.default_rng(seed).multivariate_normal(
+            self._values, self.covariance, size=count, method="svd"
+        )
+        return np.exp(fitting.log_time(layouts, self.hardware, np.clip(values, fitting.LOW, fitting.HIGH)))
+
     def propose(self, candidates: Layouts, count: int, hardware: Hardware | None = None) -> list[int]:
         """Returns the indices of the `count` candidates whose runs would narrow the predictions of all of them most.
 

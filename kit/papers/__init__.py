@@ -67,7 +67,37 @@ FRONTIER_NOT_DRAWN = {
     "training loss": "The paper is a throughput study; no model was trained to convergence.",
 }
 """Figures and tables of the paper that are not here, and why."""
-HLAT: dict[str, PaperFigure] = {}
+HLAT = {
+    f"hlat-{name}": PaperFigure(function=f"hlat_{function}_figure", title=title)
+    for name, function, title in (
+        ("models", "recipes:models", "the shapes of both models"),
+        ("sequence-length", "quality:sequence_length", "Table I: models and their sequence length"),
+        ("hyperparameters", "recipes:hyperparameters", "hyperparameters and layouts"),
+        ("learning-rate", "recipes:learning_rate", "learning-rate schedules, clamped and rescaled"),
+        ("data-mix", "recipes:data_mix", "Table III: data of the last stage"),
+        ("cost", "cost:cost", "Figure 5: cost per 4M tokens against nodes, trn1 and p4d"),
+        ("throughput", "cost:throughput", "AWS's benchmarks of Trainium beside the model"),
+        ("quality", "quality:quality", "Table II: quality, with your own scores"),
+        ("averaging", "quality:averaging", "Table IV: averaging the last two checkpoints"),
+        ("truthfulness", "quality:truthfulness", "Table V: bias and truthfulness, with your own scores"),
+        ("scores-7b", "scores:scores_7b", "Figure 3: scores of the 7B against tokens"),
+        ("scores-70b", "scores:scores_70b", "Figure 4: scores of the 70B against tokens"),
+        ("loss", "training:loss", "training loss, spikes marked"),
+        ("spikes", "training:spikes", "a spike, and what to do about it, at demo scale"),
+        ("precision", "training:precision", "fp32, mixed and pure bf16, stochastic rounding, at demo scale"),
+    )
+}
+HLAT_NOT_DRAWN = {
+    "figures 1 and 2": "The text around them could not be read, so not even what they show is certain (the loss curve "
+    "is likely one of them); hlat-loss draws the curves of your own runs.",
+    "the points of figures 3 and 4": "Only axes and text could be read. The panels have the end points, from Tables II "
+    "and IV, and the curves of your own runs.",
+    "the points of figure 5": "Only axes and text could be read: about 60 %, about 10 times, flat, out of memory at 4 "
+    "nodes. The curves are modelled.",
+    "the mix of the first 1.4 trillion tokens": "Its shares could not be read; the sources are named in words.",
+    "MFU, compile times, minutes of recovery": "No number of them was found.",
+}
+"""Figures and tables of the paper that are not here, and why."""
 FIGURES = FRONTIER | HLAT
 """By name, as `kit figure` takes it."""
 

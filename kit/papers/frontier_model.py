@@ -14,8 +14,7 @@ import numpy as np
 from cluster.site import Site
 from kit.estimate import published
 from kit.estimate.calibrate import Calibration, calibrate, published_calibration
-from kit.estimate.fitting import HIGH, LOW, log_time
-from kit.estimate.hardware import NAMES, Hardware
+from kit.estimate.hardware import Hardware
 from kit.estimate.layouts import Array, Layouts
 from kit.estimate.published import PublishedRun
 from kit.papers.layers import Facts, Layer
@@ -111,10 +110,7 @@ def step_draws(layouts: Layouts) -> Array:
 
     A ratio of two columns has its interval from these (`ratio_interval`): what both layouts have in common cancels.
     """
-    found = calibration()
-    mean = np.log([getattr(found.coefficients, name) for name in NAMES])
-    values = np.random.default_rng(0).multivariate_normal(mean, found.covariance, size=DRAWS, method="svd")
-    return np.exp(log_time(layouts, found.hardware, np.clip(values, LOW, HIGH)))
+    return calibration().draws(layouts, DRAWS)
 
 
 def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:

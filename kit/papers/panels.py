@@ -94,7 +94,7 @@ def table_figure(plt: Any, rows: Rows, *, size: float = 8) -> tuple[Any, Any]:
     """
     columns = list(rows[0])
     cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
-    longest = [max(len(text) for text in (name, *(line[i] for line in cells))) + 2 for i, name in enumerate(columns)]
+    longest = [max(1.2 * len(name), *(len(line[i]) for line in cells)) + 2 for i, name in enumerate(columns)]  # bold
     is_text = [not all(line[i][:1].isdigit() or line[i] in ("", "-") for line in cells) for i in range(len(columns))]
     figure, axis = plt.subplots(figsize=(0.0077 * size * sum(longest), 0.032 * size * (len(rows) + 1)))
     axis.set_axis_off()

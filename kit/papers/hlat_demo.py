@@ -1,0 +1,93 @@
+"""HLAT at demo scale: one real run whose checkpoints are scored, a spike and a precision study; kept and used again."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.record import write_atomic
+from cluster.state import JobState
+from kit.data.dataset import Dataset
+from kit.errors import RunError
+from kit.papers.layers import note_load
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+RUN, SPIKES, PRECISION = "llama-demo", "spikes.json", "precision.json"
+"""Where the studies keep what they have made, below one folder."""
+STEPS, CHECKPOINT_EVERY = 120, 24
+PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
+TASKS = ("heldout", "piqa", "arc_easy")
+LIMIT = 50
+"""Items of a task that are scored at each checkpoint."""
+SPIKE_RECIPE = Recipe(data="", num_steps=140, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
+                      decay_steps=400, cosine_floor="clamped")  # fmt: skip
+PRECISION_RECIPE = Recipe(data="", num_steps=160, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=20,
+                          cosine_floor="clamped")  # fmt: skip
+"""The learning rates of HLAT's 7B: with larger ones fewer updates are small enough to be rounded away."""
+
+
+def demo_run(directory: str | Path, data: str | Path, tasks: Sequence[str] = TASKS) -> Run:
+    """Returns a finished run with HLAT's optimizer and schedule whose checkpoints are all scored, made if needed.
+
+    Args:
+        directory: folder of the studies.
+        data: dataset made by `kit data build` with a vocabulary of at most 4,096.
+        tasks: what to score.
+
+    Raises:
+        RunError: the run did not end well.
+    """
+    from kit.evaluate.follow import follow_run
+    from kit.launcher import launch
+
+    folder = Path(directory) / RUN
+    run = Run.open(folder) if (folder / "job.json").exists() else None
+    if run is None or run.job.status().state is JobState.LOST:
+        note_load(directory)
+        recipe = Recipe(
+            data=str(data), num_steps=STEPS, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=12,
+            cosine_floor="clamped", validation_every=CHECKPOINT_EVERY, checkpoint_every=CHECKPOINT_EVERY,
+            keep_every=CHECKPOINT_EVERY,
+        )  # fmt: skip
+        run = launch(folder, spec=ModelSpec.preset("demo"), plan=PLAN, recipe=recipe)
+    told = list(follow_run(run, tasks, limit=LIMIT))
+    status = run.job.status()
+    if status.state is not JobState.DONE:
+        raise RunError(f"{folder}: {status.state}: {status.reason}. Delete the folder to make the run again.")
+    if failed := [each for each in told if not each.scored]:
+        raise RunError(f"{folder}: {failed[0].line()}")
+    return run
+
+
+def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the steps of a small model without a spike, and with one that is answered in four ways."""
+
+    def make() -> dict[str, list[dict[str, Any]]]:
+        from kit.papers.hlat_small import ANSWERS, train_with_spike
+
+        return train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS)
+
+    return _kept(Path(directory) / SPIKES, make)
+
+
+def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the steps of a small model in each of four precisions."""
+
+    def make() -> dict[str, list[dict[str, Any]]]:
+        from kit.papers.hlat_small import PRECISIONS, train_in
+
+        dataset = Dataset.open(data)
+        return {precision.name: train_in(dataset, PRECISION_RECIPE, precision) for precision in PRECISIONS}
+
+    return _kept(Path(directory) / PRECISION, make)
+
+
+def _kept(file: Path, make: Callable[[], dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        note_load(file.parent)
+        write_atomic(file, json.dumps(make()) + "\n")
+    return json.loads(file.read_text())

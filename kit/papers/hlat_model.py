@@ -1,0 +1,186 @@
+"""The model behind HLAT's cost figure: fitted to AWS's benchmarks of Trainium and to other A100 clusters.
+
+No number of the paper's cost figure is in it. Trainium runs in the paper's own layouts; the GPU baseline, whose layouts
+are not known, in the fastest that the estimator finds.
+"""
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate import published
+from kit.estimate.activations import MEGATRON
+from kit.estimate.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.hardware import Hardware
+from kit.estimate.layouts import Array, Layouts
+from kit.estimate.memory import memory
+from kit.estimate.out_of_memory import RESERVE
+from kit.estimate.published import PublishedRun
+from kit.estimate.search import search
+from kit.papers.layers import Facts
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
+"""Names of the paper, and the presets of the same shapes."""
+TRN1, P4D = "trn1.32xlarge", "p4d.24xlarge"
+NODES = (4, 8, 16, 32, 64)
+"""Of the cost figure."""
+BATCH = 1024
+"""Sequences of one step: 4.2 million tokens."""
+MAX_RISK = 0.05
+"""A layout that runs out of memory with a higher probability is none."""
+NEMO = {
+    "tensor_parallel": (1, 2, 4, 8), "virtual_stages": (1, 2, 4, 5), "schedule": ("1f1b", "interleaved"),
+    "zero_stage": (0, 1), "micro_batch_size": (1, 2, 4),
+}  # fmt: skip
+"""What NeMo of that time offers."""
+
+
+def facts() -> Facts:
+    """Returns what is known of the paper."""
+    return Facts.load("hlat")
+
+
+@lru_cache(maxsize=2)
+def calibration(machine: str) -> Calibration:
+    """Returns what published runs tell about TRN1 or P4D, with the misfit that runs left out of the fit show."""
+    if machine == TRN1:
+        return dataclasses.replace(published_calibration(Site.load(TRN1)), misfit=_rms(list(left_out().values())))
+    found = published_calibration(Site.load("selene"))
+    misfit = float(np.hypot(found.misfit, _rms(list(other_a100().values()))))
+    return dataclasses.replace(found, hardware=Hardware.of(Site.load(P4D)), misfit=misfit)
+
+
+def benchmarks() -> tuple[PublishedRun, ...]:
+    """Returns AWS's own benchmarks of Trainium, which the model is fitted to."""
+    return published.load(system=TRN1)
+
+
+@lru_cache(maxsize=1)
+def left_out() -> dict[str, float]:
+    """Returns ln(predicted / measured step time) of each benchmark when the others alone are fitted, by its name."""
+    site, runs, errors = Site.load(TRN1), benchmarks(), {}
+    for i, run in enumerate(runs):
+        predicted = calibrate(runs[:i] + runs[i + 1 :], site).predict(run.layouts()).total_s
+        assert run.step_time_s
+        errors[benchmark_name(run)] = float(np.log(predicted.item() / run.step_time_s))
+    return errors
+
+
+def benchmark_name(run: PublishedRun) -> str:
+    """Returns model and version, such as `7B, SDK 2.20`."""
+    model = run.spec.name.removeprefix("Llama-").removeprefix("2-")
+    return f"{model}, {run.source[run.source.index('SDK') : -1]}"
+
+
+@lru_cache(maxsize=1)
+def other_a100() -> dict[str, float]:
+    """Returns median ln(predicted / measured) on each published A100 machine but Selene, which alone is fitted."""
+    found = published_calibration(Site.load("selene"))
+    groups: dict[str, list[PublishedRun]] = {}
+    for run in published.load():
+        told = run.kind == "measured" and run.status in ("read", "mixed") and run.precision in ("bf16", "fp16")
+        if told and run.device.startswith("A100") and run.system != "Selene":
+            groups.setdefault(f"{run.system}: {run.source.split(' (')[0]}", []).append(run)
+    errors = {}
+    for name, runs in groups.items():
+        sites = [site for run in runs if (site := run.site())]
+        predicted = found.predict(
+            published.layouts(runs), Hardware.stack([Hardware.of(site) for site in sites])
+        ).total_s
+        errors[name] = float(np.median(np.log(predicted / published.step_times(runs))))
+    return errors
+
+
+def trn1_error() -> str:
+    """Returns how wrong the model of Trainium is on measured runs, in words."""
+    off = np.abs(np.expm1(list(left_out().values())))
+    return (
+        f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error {off.mean():.0%}, worst "
+        f"{off.max():.0%} on those, each left out; none of the paper's; band: 90 % interval"
+    )
+
+
+def model_error() -> str:
+    """Returns the same for both machines."""
+    return (
+        f"p4d fitted to {calibration(P4D).num_runs} runs on Selene, which has the same GPU with twice the memory and "
+        f"four times the network; on {len(other_a100())} other publications about A100 that errs by "
+        f"{np.expm1(_rms(list(other_a100().values()))):.0%}; {trn1_error()}"
+    )
+
+
+def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
+    """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits in memory."""
+    return _trn1_plan(model, nodes) if machine == TRN1 else _p4d_plan(model, nodes)
+
+
+def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
+    """Returns plans as layouts, with the attention of the machine: written out on Trainium, fused on GPUs."""
+    return Layouts.of(ModelSpec.preset(MODELS[model]), plans, flash_attention=0 if machine == TRN1 else 2)
+
+
+def trn1_plan(model: str, nodes: int) -> Plan:
+    """Returns HLAT's layout on some nodes; where its pipeline needs more cores than there are, a shorter one.
+
+    ZeRO 1 and fp32 optimizer also for 7B, as in AWS's benchmarks, which the model is fitted to.
+    """
+    known, cores = facts(), nodes * Site.load(TRN1).devices_per_node
+    tensor = int(known.value("recipe_tensor_parallel", model))
+    pipeline = min(int(known.value("recipe_pipeline_parallel", model)), cores // tensor)
+    return Plan(
+        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=cores // (tensor * pipeline),
+        zero_stage=1, sequence_parallel=True, recompute="selective", precision="bf16", global_batch_size=BATCH,
+    )  # fmt: skip
+
+
+def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
+    """Returns (bytes used on the fullest core, probability of running out) of a layout.
+
+    A core holds at least one key/value head, so 8 of them are held 4 times at tensor parallel 32.
+    """
+    spec = ModelSpec.preset(MODELS[model])
+    spec = spec.replace(num_kv_heads=max(spec.num_kv_heads, plan.tensor_parallel))
+    held = memory(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON, reserve=RESERVE)
+    capacity = float(calibration(TRN1).hardware.memory_bytes)
+    return float(held.used_bytes.max()), float(held.out_of_memory_probability(capacity).max())
+
+
+def _trn1_plan(model: str, nodes: int) -> Plan | None:
+    plan = trn1_plan(model, nodes)
+    return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
+
+
+@lru_cache(maxsize=16)
+def _p4d_plan(model: str, nodes: int) -> Plan | None:
+    site = Site.load(P4D)
+    try:
+        return search(
+            ModelSpec.preset(MODELS[model]), site, nodes * site.devices_per_node, BATCH, max_risk=MAX_RISK, only=NEMO,
+            coefficients=calibration(P4D).coefficients, kernels=MEGATRON,
+        ).best  # fmt: skip
+    except ConfigError as error:
+        if "fits in memory" not in str(error):
+            raise
+        return None
+
+
+def step_draws(machine: str, layouts: Layouts) -> Array:
+    """Returns step times under what is not known: coefficients, and the formula's misfit of each layout, [300, N]."""
+    found, seed = calibration(machine), (TRN1, P4D).index(machine)
+    draws = found.draws(layouts, seed=seed)
+    return draws * np.exp(np.random.default_rng(10 + seed).normal(0, found.misfit, size=draws.shape))
+
+
+def interval(draws: Array) -> tuple[Array, Array, Array]:
+    """Returns (median, low, high) of a 90 % interval over the first axis."""
+    low, middle, high = np.quantile(draws, (0.05, 0.5, 0.95), axis=0)
+    return middle, low, high
+
+
+def _rms(values: list[float]) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))

@@ -1,0 +1,118 @@
+"""HLAT, section V: its tables of quality as printed, with your own scores above them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kit.evaluate.hlat import compare, published_table
+from kit.evaluate.report import EvalReport
+from kit.monitor.scores import eval_reports
+from kit.papers.layers import Layer, Runs, opened, scale_of
+from kit.papers.panels import finish, table_figure
+from kit.pictures import Rows, figure_style
+from kit.run import Run
+
+SHORT = {
+    "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",
+    "mmlu": "MMLU", "code_pass_1": "p@1", "code_pass_10": "p@10", "average": "avg",
+    "crows_pairs_english": "CrowS en", "crows_pairs_french": "CrowS fr", "truthfulqa_mc1": "mc1",
+    "truthfulqa_mc2": "mc2",
+}  # fmt: skip
+"""Headings of the paper."""
+EMPTY = np.empty(0)
+CAPTION = 0.9
+"""Inches that a caption takes from a small table."""
+
+
+def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table I, the models compared and their sequence lengths, with those of your runs; and its rows."""
+    own = [
+        {"made": _made(run), "model": run.name, "size": f"{run.spec.num_params / 1e9:.2g}B",
+         "sequence_length": str(run.spec.sequence_length)} for run in opened(runs)
+    ]  # fmt: skip
+    return _table("I", own, "")
+
+
+def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table II, with the scores of the newest checkpoint of your runs above; and its rows.
+
+    Args:
+        runs: run directories, or `EvalReport` files. A column needs all of its data sets in the paper's shots, whole.
+    """
+    text = "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, p@: HumanEval."
+    return _compared("II", runs, text)
+
+
+def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table IV, two checkpoints of the 70B and their mean; and its rows.
+
+    Args:
+        runs: add nothing here; `kit average` makes the mean of checkpoints of your own.
+    """
+    return _table("IV", [], "The mean of both checkpoints has the best average.")
+
+
+def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`; and its rows."""
+    return _compared("V", runs, "")
+
+
+def reports(runs: Runs) -> list[tuple[EvalReport, str]]:
+    """Returns the newest report of each run, and reports given as files, each with how it was made.
+
+    Args:
+        runs: run directories, folders of them, or `EvalReport` files; runs without scores are left out.
+    """
+    found = []
+    for run in runs:
+        if not isinstance(run, Run) and Path(run).is_file():
+            found.append((EvalReport.read(Path(run)), "measured"))
+            continue
+        for each in opened([run]):
+            if scored := eval_reports(each):
+                found.append((scored[-1], _made(each)))
+    return found
+
+
+def _made(run: Run) -> str:
+    return "measured, demo scale" if scale_of(run) == "demo" else "measured"
+
+
+def _compared(name: str, runs: Runs, text: str) -> tuple[Any, Rows]:
+    own, missing = [], 0
+    for report, made in reports(runs):
+        [row] = compare(report, name).own
+        own.append({"made": made, **row})
+        missing += not any(row[column] for column in published_table(name).columns)
+    if missing:
+        text += (
+            f" Of {len(own)} reports given, {missing} fill no column: partial scores, other shots and part of a "
+            f"column's data sets do not count."
+        )
+    return _table(name, own, text)
+
+
+def _table(name: str, own: list[dict[str, str]], text: str) -> tuple[Any, Rows]:
+    """Returns a table of the paper as a picture, own rows first, its oddities in the caption; and its rows."""
+    known = published_table(name)
+    rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
+    for row in rows:
+        if row["made"] == "measured, demo scale":
+            row["model"] = row["model"].split(",")[0]
+    shown = [{SHORT.get(key, key): value for key, value in row.items()} for row in rows]
+    layers = [_layer("published", known.source)]
+    layers += [_layer("measured", made) for made in dict.fromkeys(row["made"] for row in own)]
+    with figure_style() as plt:
+        figure, _ = table_figure(plt, shown)
+        figure.set_figheight(figure.get_figheight() + CAPTION)
+        finish(figure, " ".join([f"{known.title}, as printed.", text, *known.notes]), layers)
+    return figure, [{"layer": row["made"].split(",")[0]} | row for row in rows]
+
+
+def _layer(kind: Any, source: str) -> Layer:
+    """Returns a layer of no points: what a table's caption needs."""
+    source = {"measured, demo scale": "this machine, demo scale", "measured": "reports given to the figure"}.get(
+        source, source
+    )
+    return Layer(kind=kind, label="table", x=EMPTY, y=EMPTY, low=EMPTY, high=EMPTY, source=source)

@@ -1,0 +1,253 @@
+"""HLAT: both models, hyperparameters and learning rates from the released code, and the data of the last stage."""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from kit.monitor.figure import GREY
+from kit.papers.curves import curves, draw_curves
+from kit.papers.hlat_model import MODELS, facts
+from kit.papers.layers import Layer, Runs, opened, scale_of, table
+from kit.papers.panels import draw, finish, table_figure
+from kit.pictures import Rows, figure_style
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"
+SHAPES = {
+    "num_layers": "layers", "hidden_size": "hidden size", "num_heads": "heads", "num_kv_heads": "key/value heads",
+    "ffn_hidden_size": "feed-forward size (SwiGLU)", "vocab_size": "vocabulary", "sequence_length": "sequence length",
+    "norm_eps": "epsilon of RMSNorm", "rope_theta": "rotary base", "init_std": "initial standard deviation",
+}  # fmt: skip
+RECIPE = {
+    "global_batch_size": "global batch, sequences", "micro_batch_size": "micro-batch, sequences",
+    "learning_rate": "peak learning rate", "min_learning_rate": "lowest learning rate",
+    "warmup_steps": "warm-up, steps", "decay_steps": "cosine ends at step", "cosine_floor": "cosine meets its floor",
+    "beta1": "beta 1", "beta2": "beta 2", "eps": "epsilon of AdamW", "weight_decay": "weight decay, norms too",
+    "gradient_clip": "gradient clip, L2", "precision": "precision", "tensor_parallel": "tensor parallel",
+    "pipeline_parallel": "pipeline parallel", "zero_stage": "ZeRO", "sequence_parallel": "sequence parallel",
+    "recompute": "recompute (core attention)", "checkpoint_every": "checkpoint, every steps",
+    "kept_checkpoint_every": "kept checkpoint, every steps", "seed": "seed", "nodes_of_script": "nodes of the script",
+    "nodes_at_most": "nodes at most",
+}  # fmt: skip
+STEPS_SHOWN = 60
+"""Of a schedule of half a million."""
+
+
+def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns both models' shapes from the released code with what follows from them, as a table.
+
+    Args:
+        runs: a column each.
+    """
+    published = {
+        name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()} for name in MODELS
+    }  # fmt: skip
+    computed = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
+    own = {_title(run): _shapes(run.spec) | _counts(run.spec) for run in opened(runs)}
+    rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
+    layers = [Layer.published(facts()["model_num_layers"], label="shapes"),
+              Layer.published(facts()["model_sequence_length"], label="sequence length")]  # fmt: skip
+    text = (
+        "As released; sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the script "
+        "raises it. The last four rows are computed from the shapes by the kit."
+    )
+    with figure_style() as plt:
+        figure, _ = table_figure(plt, rows)
+        finish(figure, text, layers)
+    stated = set(SHAPES.values())
+    return figure, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
+
+
+def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns both models' hyperparameters and layouts as released, with what follows from them, as a table.
+
+    Args:
+        runs: a column each.
+    """
+    published = {name: {label: _fact(f"recipe_{key}", name) for key, label in RECIPE.items()} for name in MODELS}
+    computed = {name: _schedule_facts(name) for name in MODELS}
+    own = {_title(run): _own_recipe(run) for run in opened(runs)}
+    rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
+    keys = [f"recipe_{key}" for key in RECIPE]
+    layers = [Layer.published([fact], label=fact.series) for fact in facts().facts
+              if fact.series in keys and _is_number(fact.value)]  # fmt: skip
+    text = (
+        "As released; where the paper names a value it is the same. The code's group of weights without decay matches "
+        "the name of no weight, so norms decay too. The last three rows are computed by the kit."
+    )
+    with figure_style() as plt:
+        figure, _ = table_figure(plt, rows)
+        finish(figure, text, layers)
+    stated = set(RECIPE.values())
+    return figure, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
+
+
+def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled; and the table.
+
+    Args:
+        runs: their recorded learning rates, in a panel of their own.
+    """
+    panels: dict[str, list[Layer]] = {}
+    for model in MODELS:
+        ends = [fact.replace(x=str(_tokens(model, step) / 1e9))
+                for fact, step in ((_only("recipe_learning_rate", model), _steps(model, "warmup")),
+                                   (_only("recipe_min_learning_rate", model), floor_step(model)))]  # fmt: skip
+        panels[model] = [Layer.published(ends, label="peak and floor, released"),
+                         *(schedule_layer(model, kind) for kind in ("clamped", "rescaled"))]  # fmt: skip
+    own = curves(runs, "learning_rate")
+    panels |= {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in own if o.scale == scale])}
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.3 * len(panels)), 3.3), squeeze=False)
+        for axis, (name, layers) in zip(axes[0], panels.items(), strict=True):
+            if name in MODELS:
+                draw(axis, layers)
+                axis.axvline(1800, color=GREY, linewidth=0.8, linestyle=":")
+                axis.set(title=f"{name}: learning rate", xlabel="tokens, billions", ylim=(0, None))
+            else:
+                draw_curves(axis, layers)
+                axis.set(title="your runs: learning rate", xlabel="tokens, millions")
+            axis.ticklabel_format(axis="y", scilimits=(0, 0))
+            axis.legend(loc="lower left" if name in MODELS else "best", fontsize=7.5)
+        end, other = (recipe(model, kind).learning_rate_at(last_step(model)) for model, kind in
+                      (("7B", "clamped"), ("7B", "rescaled")))  # fmt: skip
+        text = (
+            f"2,000 steps of warm-up, then a cosine over 500,000 steps, of which 1.8 trillion tokens (dotted) are "
+            f"{last_step('7B'):,}. Clamped, as released, meets the floor at "
+            f"{_tokens('7B', floor_step('7B')) / 1e12:.2f} trillion tokens; at the end 7B has "
+            f"{end:.2g}, rescaled {other:.3g}."
+        )
+        finish(figure, text, [layer for layers in panels.values() for layer in layers])
+    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+
+
+def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the table.
+
+    Args:
+        runs: a token file does not tell its sources, so runs add nothing here.
+    """
+    known = facts()
+    tokens, shares = known["mix_tokens"], known["mix_share"]
+    layer = Layer.published(tokens, label="billion tokens")
+    whole, part = known.value("mix_whole", "total"), known.value("mix_whole_share", "total")
+    stage, begin = known.value("mix_stage", "length"), known.value("mix_stage", "from")
+    with figure_style() as plt:
+        figure, axis = plt.subplots(figsize=(6.8, 2.2))
+        bars = axis.barh(layer.names, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.55)
+        labels = [f"{t.number:g}, {s.number:.1f} %: {t.note}" for t, s in zip(tokens, shares, strict=True)]
+        axis.bar_label(bars, labels, padding=4, fontsize=8)
+        axis.set(xlim=(0, 2.1 * layer.y.max()), title="Table III: billion tokens", xticks=(0, 50, 100))
+        axis.invert_yaxis()
+        axis.grid(visible=False)
+        text = (
+            f"The 70B only, from {begin:g} billion tokens on. {whole:g} billion tokens, said to be {part:g} % of the "
+            f"whole set, so that has {whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over "
+            f"them {stage / whole:.2f} times. Its effect, in the paper's words: about +10 points in math, +5 in code."
+        )
+        finish(figure, text, [layer])
+    rows = [row | {"share": share.number, "of": share.note}
+            for row, share in zip(table([layer]), shares, strict=True)]  # fmt: skip
+    return figure, rows
+
+
+def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
+    """Returns HLAT's recipe for `7B` or `70B`, with either meaning of the floor."""
+    known = facts()
+    names = ("learning_rate", "min_learning_rate", "beta1", "beta2", "eps", "weight_decay", "gradient_clip")
+    numbers = {name: known.value(f"recipe_{name}", model) for name in names}
+    steps = {name: int(known.value(f"recipe_{name}", model)) for name in ("warmup_steps", "decay_steps", "seed")}
+    return Recipe(data="", num_steps=last_step(model), cosine_floor=cosine_floor, **numbers, **steps)
+
+
+def last_step(model: str) -> int:
+    """Returns the step at which 1.8 trillion tokens are reached."""
+    return int(facts().value("recipe_training_tokens", model) / _tokens(model, 1))
+
+
+def floor_step(model: str) -> int:
+    """Returns the first step at which the clamped schedule is at its floor."""
+    clamped = recipe(model, "clamped")
+    steps = range(clamped.warmup_steps, clamped.decay_steps or 0)
+    low, high = 0, len(steps)
+    while low < high:
+        middle = (low + high) // 2
+        if clamped.learning_rate_at(steps[middle]) > clamped.min_learning_rate:
+            low = middle + 1
+        else:
+            high = middle
+    return steps[low]
+
+
+def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
+    """Returns a schedule over its whole length, against billions of tokens."""
+    schedule = recipe(model, kind)
+    steps = np.unique(np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN).astype(int))
+    steps = np.unique(np.concatenate([steps, [schedule.warmup_steps, floor_step(model)]]))
+    rates = [schedule.learning_rate_at(int(step)) for step in steps]
+    return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, np.nan, np.nan, error=EXACT)
+
+
+def _tokens(model: str, steps: Any) -> Any:
+    known = facts()
+    return steps * known.value("recipe_global_batch_size", model) * known.value("model_sequence_length", model)
+
+
+def _steps(model: str, name: str) -> int:
+    return int(facts().value(f"recipe_{name}_steps", model))
+
+
+def _only(series: str, x: str) -> Any:
+    return next(fact for fact in facts()[series] if fact.x == x)
+
+
+def _fact(series: str, x: str) -> str:
+    value = _only(series, x).value
+    return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "").replace("-", "").replace("e", "").isdigit()
+
+
+def _title(run: Run) -> str:
+    return f"{run.name} (demo scale)" if scale_of(run) == "demo" else run.name
+
+
+def _rows(columns: dict[str, dict[str, str]]) -> Rows:
+    names = list(next(iter(columns.values())))
+    return [{"": name} | {title: column.get(name, "") for title, column in columns.items()} for name in names]
+
+
+def _shapes(spec: ModelSpec) -> dict[str, str]:
+    return {label: f"{getattr(spec, key):g}" for key, label in SHAPES.items()}
+
+
+def _counts(spec: ModelSpec) -> dict[str, str]:
+    return {
+        "parameters": f"{spec.num_params:,}",
+        "of them in blocks": f"{spec.num_layers * spec.params_per_layer:,}",
+        "model FLOPs per token": f"{spec.flops_per_token():.4g}",
+        "bytes of bf16 weights": f"{2 * spec.num_params / 1e9:.4g} GB",
+    }
+
+
+def _schedule_facts(model: str) -> dict[str, str]:
+    return {
+        "tokens per step": f"{int(_tokens(model, 1)):,}",
+        "steps for 1.8 trillion tokens": f"{last_step(model):,}",
+        "floor is reached at step": f"{floor_step(model):,}",
+    }
+
+
+def _own_recipe(run: Run) -> dict[str, str]:
+    """Returns the same rows of one run; what only HLAT's scripts have stays empty."""
+    records = run.plan.to_dict() | run.recipe.to_dict()
+    values = {label: str(records[key]) for key, label in RECIPE.items() if key in records and records[key] is not None}
+    tokens = run.plan.global_batch_size * run.spec.sequence_length
+    return values | {
+        "sequence parallel": "on" if run.plan.sequence_parallel else "off",
+        "tokens per step": f"{tokens:,}",
+    }

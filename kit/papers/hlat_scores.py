@@ -1,0 +1,148 @@
+"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4), with the published end points."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kit.evaluate.benchmarks import SUITES
+from kit.evaluate.hlat import published_table
+from kit.monitor.figure import GREY
+from kit.monitor.scores import ScoreCurve, eval_curve
+from kit.papers.hlat_model import facts
+from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
+from kit.papers.panels import draw, finish
+from kit.pictures import Rows, figure_style
+from kit.run import Run
+
+PANELS = {
+    "mmlu": "MMLU", "commonsense": "common sense, 6 tasks", "world_knowledge": "world knowledge", "reading": "BoolQ",
+    "math": "GSM8K", "code": "HumanEval",
+}  # fmt: skip
+"""Of both figures, (a) to (f)."""
+IN_WORDS = {
+    "7B": "In words: common sense rises fast, then saturates; world knowledge grows almost with tokens, at any number "
+    "of shots; math stays flat until about 1 trillion tokens.",
+    "70B": "In words: math, code and MMLU jump after 1.4 trillion tokens (dotted), where the data changes (Table III).",
+}
+SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
+"""Headings of Table IV, against Table II."""
+
+
+def scores_7b_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Figure 3 as far as it was read: end points of the 7B, and the curves of your runs; and the table."""
+    return _figure("7B", runs)
+
+
+def scores_70b_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns Figure 4 in the same way for the 70B, whose last two checkpoints are known; and the table."""
+    return _figure("70B", runs)
+
+
+def end_points(model: str, panel: str) -> list[Layer]:
+    """Returns published scores at the last checkpoints, %, against billions of tokens; of pass@1 and 10 for code."""
+    columns = {"code": {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}}.get(panel, {panel: "published"})
+    layers = []
+    for column, label in columns.items():
+        table_two = published_table("II")
+        [row] = [row for row in table_two.rows if row["model"] == "HLAT" and row["size"] == model]
+        points = [_point(column, 1800, row[column], table_two.source)]
+        if model == "70B" and column != "code_pass_10":  # Table II has the mean of both; Table IV has each
+            table_four = published_table("IV")
+            points = [_point(column, tokens, row[SWAPPED.get(column, column)], table_four.source)
+                      for tokens, row in zip((1740, 1800), table_four.rows, strict=False)]  # fmt: skip
+        layers.append(Layer.published(points, label=label))
+    return layers
+
+
+def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
+    """Returns the scores of a run's checkpoints with their standard errors, by panel; other tasks by their name.
+
+    Args:
+        run: with scores in its directory.
+        unit: tokens that count as 1 on the axis.
+    """
+    columns = {(task.task, task.shots): (task.column or "").split("_pass")[0] for task in SUITES["hlat"].tasks}
+    source = demo_source([run.directory.parent]) if scale_of(run) == "demo" else "run directories given to the figure"
+    found: dict[str, list[Layer]] = {}
+    for curve in eval_curve(run):
+        layer = _curve_layer(curve, f"{run.name}: {curve.name}", source, unit, scale_of(run))
+        panel = columns.get((curve.task, curve.num_fewshot), "")
+        if scale_of(run) == "demo" or panel not in PANELS:
+            panel = f"{curve.name}, {curve.metric.replace('_', ' ')}"
+        found.setdefault(panel, []).append(layer)
+    return found
+
+
+def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale: Any) -> Layer:
+    percent = 1.0 if curve.metric == "bits_per_byte" else 100.0
+    y, error = percent * curve.score, percent * np.nan_to_num(curve.stderr)
+    if curve.partial.any():
+        source += "; partly a part of the items"
+    return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=y - error, high=y + error,
+                 source=source, scale=scale, joined=True)  # fmt: skip
+
+
+def _point(column: str, tokens: float, value: float, source: str) -> Fact:
+    return Fact(series=column, x=str(tokens), value=str(value), known="read", source=source, unit="%")
+
+
+def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
+    panels = {name: end_points(model, name) for name in PANELS}
+    chances: dict[str, float] = {}
+    demo: dict[str, list[Layer]] = {}
+    for run in opened(runs):
+        is_demo = scale_of(run) == "demo"
+        for name, layers in score_layers(run, 1e6 if is_demo else 1e9).items():
+            (demo if is_demo else panels).setdefault(name, []).extend(layers)
+        chances |= {f"{curve.name}, {curve.metric.replace('_', ' ')}": 100 * curve.chance for curve in eval_curve(run)}
+    lines = 2 + -(-len(demo) // 3) + -(-(len(panels) - len(PANELS)) // 3)
+    with figure_style() as plt:
+        figure, axes = plt.subplots(lines, 3, figsize=(8.4, 1.75 * lines + 0.4))
+        places = list(axes.flat)
+        for number, (name, layers) in enumerate([*panels.items(), *demo.items()]):
+            axis = places[number]
+            shown = layers if name in PANELS else [dataclasses.replace(layer, label=_run_of(layer)) for layer in layers]
+            draw(axis, shown)
+            _label(axis, name, number, model)
+            if np.isfinite(chances.get(name, np.nan)):
+                axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
+            if len(layers) > 1:
+                axis.legend(fontsize=6.5, loc="best")
+        for axis in places[len(panels) + len(demo) :]:
+            axis.set_axis_off()
+        everything = [layer for layers in (*panels.values(), *demo.values()) for layer in layers]
+        finish(figure, _text(model, bool(demo)), everything)
+    rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
+    return figure, [*rows, *(row for name, layers in demo.items() for row in table(layers, panel=f"here: {name}"))]
+
+
+def _label(axis: Any, name: str, number: int, model: str) -> None:
+    if name in PANELS:
+        axis.set(xlim=(0, 1900), title=f"({'abcdef'[number]}) {PANELS[name]}, %")
+        low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
+        margin = 0.08 * (high - low)
+        bottom, top = axis.get_ylim()  # of the points; the paper's panel shows at least its own ticks
+        axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
+        if model == "70B":
+            axis.axvline(facts().value("mix_stage", "from"), color=GREY, linewidth=0.8, linestyle=":")
+        if number >= 3:
+            axis.set_xlabel("tokens, billions")
+    else:
+        axis.set(title=f"here: {name}", xlabel="tokens, millions")
+
+
+def _run_of(layer: Layer) -> str:
+    return layer.label.split(": ")[0]
+
+
+def _text(model: str, has_demo: bool) -> str:
+    here = (
+        " Below: checkpoints of runs on this machine, scored by the same harness; bars are standard errors, dotted is "
+        "guessing. Bits per byte: less is better."
+    )
+    return (
+        f"The points of the curves could not be read; hollow: its last checkpoints, from its tables; axes "
+        f"as in the paper. "
+        f"{IN_WORDS[model]}{here if has_demo else ''}"
+    )

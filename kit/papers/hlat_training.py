@@ -1,0 +1,169 @@
+"""HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all of it measured here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError
+from kit.monitor.alerts import spikes
+from kit.monitor.figure import GREY, smooth
+from kit.papers.curves import curves, draw_curves
+from kit.papers.hlat_demo import PRECISION, SPIKES
+from kit.papers.hlat_model import facts
+from kit.papers.layers import Layer, Runs, demo_source, table
+from kit.papers.panels import finish, mark_demo_scale
+from kit.pictures import Rows, figure_style
+
+ARM_COLOURS = ("#555555", "#0072B2", "#9A4A78", "#8A7A00", "#B34D00")
+Steps = list[dict[str, Any]]
+
+
+def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the table.
+
+    Args:
+        runs: what is drawn; demo scale and clusters have a panel each.
+
+    Raises:
+        ConfigError: none of them has a step: the paper's own curve could not be read.
+    """
+    found = curves(runs, "loss")
+    panels = {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in found if o.scale == scale])}
+    if not panels:
+        raise ConfigError(f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run DIRECTORY).")
+    with figure_style() as plt:
+        figure, axes = plt.subplots(1, len(panels), figsize=(5.4 + 3.0 * (len(panels) - 1), 3.2), squeeze=False)
+        count = 0
+        for axis, layers in zip(axes[0], panels.values(), strict=True):
+            draw_curves(axis, layers, linewidth=1.1)
+            for layer in layers:
+                rows = [row for row, _ in spikes(layer.y)]
+                count += len(rows)
+                axis.plot(layer.x[rows], layer.y[rows], "x", color="#B34D00", zorder=5)
+            axis.set(title="training loss, nats per token", xlabel="tokens, millions")
+            axis.legend(loc="upper right")
+        text = f"Steps that the kit's alerts call a spike: {count} (crosses). The paper's own curve could not be read."
+        finish(figure, text, found)
+    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+
+
+def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the loss of a small model through a spike that was made on purpose, answered in four ways; its table.
+
+    Args:
+        runs: folders with a spike study, `hlat_demo.demo_spikes`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder, arms = _study(runs, SPIKES, "demo_spikes")
+    source = demo_source([folder])
+    training = {name: _layer(name, rows, "loss", source) for name, rows in arms.items()}
+    held_out = {name: _layer(name, rows, "validation_loss", source) for name, rows in arms.items()}
+    with figure_style() as plt:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+        for number, name in enumerate(arms):
+            style = {"color": ARM_COLOURS[number], "linestyle": (0, (4, 2)) if name == "no spike" else "-"}
+            width = 3.2 if name == "skip" else 1.2  # roll back lies on it
+            left.plot(training[name].x, training[name].y, label=name, linewidth=width, **style)
+            right.plot(
+                held_out[name].x, held_out[name].y, label=name, marker="o", markersize=3, linewidth=width, **style
+            )
+        begin = next(row["step"] for row in arms["nothing"] if row["stands_out"])
+        garbled = sum(row["stands_out"] for row in arms["skip"])
+        for axis in (left, right):
+            axis.set(xlabel="step", xlim=(begin - 45, None))
+            axis.axvspan(begin - 0.5, begin - 0.5 + garbled, color=GREY, alpha=0.2, linewidth=0)
+            mark_demo_scale(axis)
+        shown = np.concatenate([layer.y[layer.x > begin - 45] for layer in held_out.values()])
+        right.set_ylim(shown.min() - 0.1, shown.max() + 0.1)
+        left.set_title("(a) training loss, nats per token")
+        right.set_title("(b) the same on held-out text")
+        right.legend(loc="upper right")
+        finish(figure, _spike_text(arms), [*training.values(), *held_out.values()])
+    return figure, [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
+
+
+def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+    """Returns the loss of a small model trained in four precisions, and how far each is from fp32; and the table.
+
+    Args:
+        runs: folders with a precision study, `hlat_demo.demo_precision`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder, arms = _study(runs, PRECISION, "demo_precision")
+    source = demo_source([folder])
+    training = {name: _layer(name, rows, "loss", source) for name, rows in arms.items()}
+    held_out = {name: _layer(name, rows, "validation_loss", source) for name, rows in arms.items()}
+    with figure_style() as plt:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+        for number, name in enumerate(arms):
+            left.plot(training[name].x, smooth(training[name].y), color=ARM_COLOURS[number], label=name, linewidth=1.2)
+            more = held_out[name].y - held_out["fp32"].y
+            right.plot(held_out[name].x, more, color=ARM_COLOURS[number], marker="o", markersize=3)
+        for axis in (left, right):
+            axis.set_xlabel("step")
+            mark_demo_scale(axis)
+        left.set_title("(a) training loss, average of about 20 steps")
+        right.set_title("(b) held-out loss less that of fp32")
+        right.axhline(0, color=GREY, linewidth=0.8)
+        left.legend(loc="upper right")
+        said = "; ".join(f"{fact.x}: {fact.value}" for fact in facts()["precision_outcome"])
+        ends = "; ".join(f"{name} {layer.y[-1]:.3f}" for name, layer in held_out.items())
+        text = (
+            f"The same weights and data in each, with the learning rates of HLAT's 7B. Held-out loss at the end: "
+            f"{ends}. Rounding is that of weights and moments, once a step; on Trainium every result is. The paper, in "
+            f"words: {said}."
+        )
+        finish(figure, text, [*training.values(), *held_out.values()])
+    return figure, [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
+
+
+def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
+    """Returns the last held-out loss of each arm of a study, nats per token."""
+    return {
+        name: next(row["validation_loss"] for row in reversed(rows) if row["validation_loss"] is not None)
+        for name, rows in arms.items()
+    }
+
+
+def worst_after(arms: dict[str, Steps]) -> dict[str, float]:
+    """Returns the highest held-out loss of each arm from the spike on."""
+    begin = next(row["step"] for row in arms["nothing"] if row["stands_out"])
+    return {
+        name: max(row["validation_loss"] for row in rows if row["step"] >= begin and row["validation_loss"] is not None)
+        for name, rows in arms.items()
+    }
+
+
+def _spike_text(arms: dict[str, Steps]) -> str:
+    worst, last = worst_after(arms), last_losses(arms)
+    garbled = sum(row["stands_out"] for row in arms["skip"])
+    told = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
+    return (
+        f"{garbled} batches of random tokens make the spike (grey). Answers: "
+        f"skip steps whose loss stands out; roll back to a checkpoint and leave out the data since (as PaLM); a lower "
+        f"learning rate from then on (as OPT). Held-out loss, highest and last: {told}. The paper's own spikes, if it "
+        f"had any, could not be read."
+    )
+
+
+def _study(runs: Runs, name: str, function: str) -> tuple[Path, dict[str, Steps]]:
+    folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()]
+    if not folders:
+        raise ConfigError(
+            f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
+            f"kit.papers.hlat_demo.{function}(FOLDER, DATA); then give FOLDER."
+        )
+    return folders[0], json.loads((folders[0] / name).read_text())
+
+
+def _layer(name: str, rows: Steps, column: str, source: str) -> Layer:
+    points = [(row["step"], row[column]) for row in rows if row[column] is not None]
+    x, y = np.array(points, dtype=float).T
+    empty = np.full(len(x), np.nan)
+    return Layer(kind="measured", label=name, x=x, y=y, low=empty, high=empty, source=source, scale="demo", joined=True)

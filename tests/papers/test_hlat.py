@@ -1,0 +1,269 @@
+"""The HLAT figures: layers and sources of each, the paper's relations on the model, and the studies at demo scale."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.site import Site
+from kit.__main__ import app
+from kit.errors import ConfigError
+from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.papers import HLAT, hlat_demo, paper_figure
+from kit.papers.hlat_cost import accelerator_ratio, cost_draws, cost_per_tokens, relations, size_ratio
+from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
+from kit.papers.hlat_model import MODELS, P4D, TRN1, benchmarks, facts, left_out, other_a100, plan_of, trn1_risk
+from kit.papers.hlat_recipes import floor_step, last_step, recipe
+from kit.papers.hlat_scores import end_points
+from kit.papers.hlat_small import (
+    ANSWERS,
+    GARBLED,
+    PRECISIONS,
+    SmallTraining,
+    round_stochastically,
+    stands_out,
+    train_in,
+    train_with_spike,
+)
+from kit.papers.hlat_training import last_losses, worst_after
+from kit.papers.panels import caption
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.papers.recorded import record
+
+NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
+"""The paper's own could not be read, so without runs there is nothing to draw."""
+TABLES = {"hlat-models", "hlat-hyperparameters"}
+
+
+def values(rows: list[dict], **wanted: object) -> list[dict]:
+    return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
+
+
+def score(task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm") -> TaskScore:
+    return TaskScore(
+        task=task, metrics=(Metric(name=metric, value=value, stderr=0.05),), num_items=items, total_items=100,
+        num_fewshot=shots, chance=0.5, task_version="1", harness_version="0.4", data=(), seconds=1.0,
+    )  # fmt: skip
+
+
+def scored(run, *scores: TaskScore, step: int) -> None:
+    report = EvalReport(name=run.name, step=step, tokens_seen=step * 2048, tokenizer_sha256="00", scores=scores)
+    report.write(run.directory / "eval" / f"step_{step:08d}.json")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
+    folder = tmp_path_factory.mktemp("hlat")
+    plan = Plan(tensor_parallel=8, data_parallel=64, zero_stage=1, global_batch_size=1024, precision="bf16")
+    trn1 = record(folder / "trn1", ModelSpec.preset("hlat-7b"), plan, Site.load(TRN1), 16 * 24_000.0)
+    scored(trn1, score("piqa", 0.6, items=100), score("boolq", 0.6, items=100, metric="acc"), step=8)
+    demo = folder / "study"
+    run = record(demo / "llama-demo", ModelSpec.preset("demo"), Plan(), Site.load("laptop"), 1000.0)
+    for step in (4, 8):
+        scored(run, score("piqa", 0.5 + step / 100), score("heldout", 3 - step / 10, metric="bits_per_byte"), step=step)
+    rows = {"step": 0, "grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
+    arms = {
+        name: [rows | {"step": s, "loss": 6.0, "stands_out": s == 81, "validation_loss": v if s % 10 == 0 else None}
+               for s in range(1, 151)]
+        for name, v in (("no spike", 5.0), ("nothing", 5.9), ("skip", 5.1), ("roll back", 5.2), ("lower rate", 5.4))
+    }  # fmt: skip
+    (demo / SPIKES).write_text(json.dumps(arms))
+    (demo / PRECISION).write_text(json.dumps({p.name: arms["skip"] for p in PRECISIONS}))
+    return [trn1.directory, demo]
+
+
+@pytest.mark.parametrize("name", HLAT)
+def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
+    for given in ((), runs):
+        if not given and name in NEEDS_RUNS:
+            with pytest.raises(ConfigError, match="in \\[\\]"):
+                HLAT[name].draw(given)
+            continue
+        figure, rows = HLAT[name].draw(given)
+        said = caption(figure)
+        assert "published" in {row["layer"] for row in rows} or name in NEEDS_RUNS
+        for kind in {row["layer"] for row in rows} - {"computed"}:
+            assert f"{kind.capitalize()}: " in said
+        for source in {row["source"] for row in rows if "source" in row}:
+            assert "".join(source.rstrip(".").split()) in "".join(said.split()), "each source is in the caption"
+        texts = [text.get_text() for axis in figure.axes for text in axis.texts]
+        assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts), "marked where there is any"
+        for row in rows:
+            assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
+
+
+def test_own_runs_appear(runs: list[Path]) -> None:
+    _, cost = paper_figure("hlat-cost").draw(runs)
+    [own] = values(cost, layer="measured")
+    reference = np.median(cost_draws(P4D, "7B")[1][:, 0])
+    assert own["x"] == 16 and own["y"] == pytest.approx(100 * 0.995 / reference, rel=0.01)
+    _, rates = paper_figure("hlat-throughput").draw(runs)
+    assert values(rates, layer="measured")[0]["y"] == pytest.approx(24_000, rel=0.01)
+    for name in TABLES:
+        columns = paper_figure(name).draw(runs)[1][0]
+        assert {"trn1", "llama-demo (demo scale)"} <= set(columns)
+    made = [row["made"] for row in paper_figure("hlat-quality").draw(runs)[1]]
+    assert made[:2] == ["measured", "measured, demo scale"] and made.count("published") == 12
+    _, scores = paper_figure("hlat-scores-7b").draw(runs)
+    assert values(scores, scale="cluster", panel="reading")[0]["y"] == 60, "in the panel of its column"
+    assert [row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")] == pytest.approx([54, 58])
+
+
+def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list[Path]) -> None:
+    whole = [score("boolq", 0.7, items=100, metric="acc"), score("piqa", 0.6, items=100)]
+    report = EvalReport(name="mine", tokenizer_sha256="00", scores=tuple(whole))
+    report.write(tmp_path / "mine.json")
+    figure, rows = paper_figure("hlat-quality").draw([tmp_path / "mine.json"])
+    assert rows[0]["reading"] == "70.0 ± 5.0" and rows[0]["commonsense"] == ""
+    assert "fill no column" in caption(paper_figure("hlat-quality").draw(runs[1:])[0])
+
+
+def test_presets_are_the_released_shapes() -> None:
+    for name, preset in MODELS.items():
+        spec = ModelSpec.preset(preset)
+        for fact in facts().facts:
+            if fact.series.startswith("model_") and fact.x == name:
+                assert getattr(spec, fact.series.removeprefix("model_")) == fact.number, fact.series
+    _, rows = paper_figure("hlat-models").draw()
+    [params] = values(rows, **{"": "parameters"})
+    assert (params["7B"], params["70B"]) == ("6,738,415,616", "68,976,648,192")
+
+
+def test_learning_rates_are_those_of_the_released_scheduler() -> None:
+    assert last_step("7B") == 429_153 and floor_step("7B") == floor_step("70B") == 397_994
+    for model, peak in (("7B", 3e-4), ("70B", 1.5e-4)):
+        clamped, rescaled = recipe(model, "clamped"), recipe(model, "rescaled")
+        assert clamped.learning_rate_at(2000) == rescaled.learning_rate_at(2000) == peak
+        floor = clamped.learning_rate_at(397_994)
+        assert clamped.learning_rate_at(397_993) > floor == clamped.learning_rate_at(450_000)
+        assert floor == pytest.approx(peak / 10)
+        assert rescaled.learning_rate_at(500_000) == pytest.approx(peak / 10)
+    assert recipe("7B", "rescaled").learning_rate_at(429_153) == pytest.approx(4.33e-5, rel=0.001)
+
+
+def test_data_of_the_last_stage_adds_up() -> None:
+    figure, rows = paper_figure("hlat-data-mix").draw()
+    assert sum(row["y"] for row in rows) == pytest.approx(facts().value("mix_whole", "total"))
+    for row in rows:
+        assert 100 * row["y"] / 253.7 == pytest.approx(row["share"], abs=0.01)
+    assert "1.58 times" in caption(figure) and "1.67 trillion" in caption(figure)
+
+
+def test_cost_is_the_paper_s_formula() -> None:
+    assert cost_per_tokens(16 * 21.50, 16 * 25_933) == pytest.approx(0.921, abs=0.001), "SDK 2.20 of AWS's tables"
+    assert cost_per_tokens(32 * 21.50, 32 * 2_286) == pytest.approx(10.45, abs=0.01)
+
+
+def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
+    assert len(benchmarks()) == len(left_out()) == 11 and all("AWS Neuron" in run.source for run in benchmarks())
+    assert 0.05 < np.mean(np.abs(list(left_out().values()))) < 0.15
+    assert len(other_a100()) == 7 and not any("Selene" in name for name in other_a100())
+
+
+def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> None:
+    found = {relation.claim: relation for relation in relations()}
+    assert len(found) == 17
+    for claim, relation in found.items():
+        assert relation.low < relation.value < relation.high
+        missed = claim.startswith("trn1 over p4d, 70B")
+        assert (relation.verdict == "fails") == missed, f"{claim}: {relation.low:.2f} to {relation.high:.2f}"
+    figure, rows = paper_figure("hlat-cost").draw()
+    assert "13 of 17 modelled ratios" in caption(figure) and "MISSED: trn1 over p4d, 70B" in caption(figure)
+    assert values(rows, panel="trn1 over p4d", layer="published")[0]["y"] == 0.6
+    points = [row["y"] for row in values(rows, panel="70B over 7B", layer="published") if row["x"] == 32.0]
+    assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), "of AWS's own tables"
+    assert accelerator_ratio("7B").y[0] < 1 and 8 < size_ratio(TRN1).y.mean() < 13
+
+
+def test_70b_runs_out_of_memory_at_four_nodes() -> None:
+    for machine in (TRN1, P4D):
+        assert plan_of(machine, "70B", 4) is None and plan_of(machine, "70B", 8) and plan_of(machine, "7B", 4)
+    used, risk = trn1_risk("70B", Plan(tensor_parallel=32, pipeline_parallel=4, zero_stage=1, sequence_parallel=True,
+                                       recompute="selective", precision="bf16", global_batch_size=1024))  # fmt: skip
+    assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and the caption says how near"
+    figure, rows = paper_figure("hlat-cost").draw()
+    assert f"risk {risk:.0%}" in caption(figure)
+    assert min(row["x"] for row in values(rows, panel="cost", series="p4d, 70B")) == 8
+
+
+def test_end_points_take_the_swapped_headings_into_account() -> None:
+    [layer] = end_points("70B", "commonsense")
+    assert list(layer.x) == [1740, 1800] and list(layer.y) == [67.5, 66.9]
+    [layer] = end_points("7B", "commonsense")
+    assert list(layer.x) == [1800] and list(layer.y) == [59.5]
+    assert [layer.label for layer in end_points("70B", "code")] == ["pass@1", "pass@10"]
+
+
+def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for number in (1.001, -0.3337, 1e-5, 300.3):
+        x = torch.full((40_000,), number)
+        rounded = round_stochastically(x, generator)
+        assert rounded.dtype == torch.bfloat16
+        near = x[:1].bfloat16().float()
+        assert set(rounded.float().unique().tolist()) >= {near.item()} and len(rounded.unique()) == 2
+        assert rounded.float().mean().item() == pytest.approx(number, rel=1e-4)
+        assert abs(near.item() / number - 1) > 2e-4
+    exact = torch.tensor([1.0, -2.5, 0.0, 3.0e38])
+    assert torch.equal(round_stochastically(exact, generator)[:3].float(), exact[:3]), "what bf16 can hold stays"
+
+
+def test_written_out_adamw_is_torch_s(tiny_dataset) -> None:
+    training = SmallTraining(tiny_dataset, PRECISION_RECIPE)
+    reference = [weight.clone().requires_grad_() for weight in training.weights]
+    adamw = torch.optim.AdamW(reference, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for number in range(3):
+        training.gradients(training.batch(number))
+        for parameter, weight in zip(training.model.parameters(), reference, strict=True):
+            assert parameter.grad is not None
+            weight.grad = parameter.grad.clone()
+        adamw.step()
+        training.update(1e-3)
+    for ours, theirs in zip(training.weights, reference, strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
+    short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
+    ends = {precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS}
+    losses = [row["loss"] for row in ends.values()]
+    assert len(set(losses)) == 4 and max(losses) - min(losses) < 0.3, "alike so early, and never the same numbers"
+    for precision in PRECISIONS:
+        stored = {tensor.dtype for tensor in SmallTraining(tiny_dataset, short, precision).save()[1]}
+        assert stored == {precision.stored}
+
+
+def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset) -> None:
+    short = SPIKE_RECIPE.replace(num_steps=90)
+    arms = train_with_spike(tiny_dataset, short, ANSWERS)
+    assert not any(row["stands_out"] for row in arms["no spike"])
+    assert [row["step"] for row in arms["skip"] if not row["applied"]] == list(GARBLED)
+    assert all(row["applied"] for row in arms["nothing"])
+    assert arms["lower rate"][-1]["learning_rate"] == pytest.approx(0.3 * arms["nothing"][-1]["learning_rate"])
+    after = {answer: rows[GARBLED.stop - 1]["loss"] for answer, rows in arms.items()}  # the first text after the spike
+    assert after["skip"] < after["nothing"] and after["roll back"] < after["nothing"]
+    assert last_losses(arms)["skip"] == arms["skip"][-1]["validation_loss"] and set(worst_after(arms)) == set(ANSWERS)
+    assert stands_out(9.0, [6.0, 6.1] * 20) and not stands_out(6.2, [6.0, 6.1] * 20)
+    assert stands_out(math.nan, [6.0] * 40) and not stands_out(9.0, [6.0] * 5)
+
+
+def test_studies_are_made_once_and_kept(tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hlat_demo, "PRECISION_RECIPE", PRECISION_RECIPE.replace(num_steps=20))
+    found = hlat_demo.demo_precision(tmp_path / "study", tiny_dataset.directory)
+    assert list(found) == [precision.name for precision in PRECISIONS]
+    assert hlat_demo.demo_precision(tmp_path / "study", "nowhere") == found, "kept, not made again"
+    _, rows = paper_figure("hlat-precision").draw([tmp_path / "study"])
+    assert len(values(rows, panel="held out")) == 8
+
+
+def test_command_draws_and_a_missing_study_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mix.svg"
+    app(["figure", "hlat-data-mix", "--out", str(file), "--json"], standalone_mode=False)
+    assert len(json.loads(capsys.readouterr().out)) == 3 and file.stat().st_size > 5_000
+    with pytest.raises(ConfigError, match=r"no spikes\.json in .*demo_spikes"):
+        paper_figure("hlat-spikes").draw([tmp_path])
