@@ -111,8 +111,8 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 axis.set(title="your runs: learning rate", xlabel="tokens, millions")
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
             axis.legend(loc="lower left" if name in MODELS else "best", fontsize=7.5)
-        end, other = (recipe(model, kind).learning_rate_at(last_step(model)) for model, kind in
-                      (("7B", "clamped"), ("7B", "rescaled")))  # fmt: skip
+        end = recipe("7B", "clamped").learning_rate_at(last_step("7B"))
+        other = recipe("7B", "rescaled").learning_rate_at(last_step("7B"))
         text = (
             f"2,000 steps of warm-up, then a cosine over 500,000 steps, of which 1.8 trillion tokens (dotted) are "
             f"{last_step('7B'):,}. Clamped, as released, meets the floor at "
