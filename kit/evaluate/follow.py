@@ -72,11 +72,13 @@ def follow_run(
                     continue
                 if _has_scores(run, step, requests):
                     done.add(step)
-                elif submit:
-                    pending[step] = _submit(run, step, tasks, chosen)
+                    continue
+                outcome = _submit(run, step, tasks, chosen) if submit else _score(run, step, tasks, options)
+                if isinstance(outcome, Job):
+                    pending[step] = outcome
                 else:
                     done.add(step)
-                    yield _score(run, step, tasks, options)
+                    yield outcome
             for step, job in list(pending.items()):
                 if job.status().state.is_final:
                     done.add(step)
@@ -131,12 +133,20 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
     )
 
 
-def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job:
+def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job | Followed:
+    """Returns the job of a checkpoint, the earlier one if it is still under way, or why there is none."""
     job = eval_job(run, step, tasks, options)
-    if run.site.scheduler == "local":
-        return cluster.local.submit(job)
-    backend = cluster.slurm if run.site.scheduler == "slurm" else cluster.kubernetes
-    return backend.submit(job, run.site)
+    try:
+        if (Path(job.run_dir) / "job.json").exists():
+            earlier = Job.attach(job.run_dir)
+            if not earlier.state.is_final:
+                return earlier
+        if run.site.scheduler == "local":
+            return cluster.local.submit(job)
+        backend = cluster.slurm if run.site.scheduler == "slurm" else cluster.kubernetes
+        return backend.submit(job, run.site)
+    except JobError as error:
+        return Followed(step=step, scored=False, said=f"not submitted: {error}")
 
 
 def _result(run: Run, step: int, job: Job, requests: Sequence[TaskRequest]) -> Followed:

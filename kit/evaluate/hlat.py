@@ -1,4 +1,4 @@
-"""HLAT's tables as published, and our own scores beside them. No torch, no lm-eval."""
+"""HLAT's tables (and SmolLM2's scores) as published, and our own scores beside them. No torch, no lm-eval."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ PASS_10 = TaskRequest(task="humaneval", shots=0, metric="pass@10,create_test", c
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedTable(Record):
-    """One table of the paper, as printed."""
+    """One table, as printed by its source."""
 
     title: str = field_doc("what it shows")
     source: str = field_doc("paper and number")
@@ -48,12 +48,15 @@ def _printed(row: dict[str, Any], column: str) -> str:
     return f"{row[column]:g}" + ("" if error is None else f" ± {error:g}")
 
 
-_FILE = files("kit.evaluate") / "data" / "hlat_tables.toml"
-TABLES = {name: PublishedTable.from_dict(table, name) for name, table in tomllib.loads(_FILE.read_text()).items()}
+TABLES = {
+    name: PublishedTable.from_dict(table, name)
+    for file in ("hlat_tables.toml", "smollm2_tables.toml")
+    for name, table in tomllib.loads((files("kit.evaluate") / "data" / file).read_text()).items()
+}
 
 
 def published_table(name: str) -> PublishedTable:
-    """Returns a table of the paper: I, II, IV or V.
+    """Returns a table of the paper, I, II, IV or V; or `SmolLM2`, what others measured of that model.
 
     Raises:
         ConfigError: there is no such table here.

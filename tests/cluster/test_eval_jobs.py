@@ -1,0 +1,36 @@
+"""Checkpoints of a run are scored by jobs of a real Slurm, one each, beside the run."""
+
+import json
+
+import kit
+from cluster.state import JobState
+from kit.evaluate import EvalReport
+from kit.evaluate.follow import follow_run
+from kit.plan import Plan
+from tests.cluster.waiting import eventually
+
+
+def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, recipe, tmp_path):
+    run = kit.launch(
+        tmp_path / "run", spec=spec, plan=Plan(global_batch_size=4), recipe=recipe.replace(num_steps=40), site=site
+    )
+    assert run.job.wait(240).state is JobState.DONE, run.job.logs()
+    first = follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=interrupt)
+    assert list(first) == [], "ended before a job was done"
+    jobs = run.directory / "eval" / "jobs"
+    numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
+    found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2))
+    assert [(one.step, one.scored) for one in found] == [(20, True), (40, True)], found
+    assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers, "started again, it took them up"
+    for step in (20, 40):
+        report = EvalReport.read(run.directory / "eval" / f"step_{step:08d}.json")
+        assert report.step == step and report["heldout"].metric("bits_per_byte").value > 0
+    assert eventually(lambda: not sandbox.run("squeue", "--noheader").strip(), 30)
+
+
+def interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+def slurm_number(folder) -> str:
+    return json.loads((folder / "state.json").read_text())["scheduler_job"]["id"]

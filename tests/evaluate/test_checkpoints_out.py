@@ -1,0 +1,36 @@
+"""Checkpoints of a run leave it: as a Hugging Face folder, and as their mean (HLAT's Table IV)."""
+
+import pytest
+import torch
+
+from kit.convert.average import average_checkpoints
+from kit.convert.hugging_face import export_run, import_hugging_face
+from kit.errors import CheckpointError
+from kit.model import build_decoder
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+
+
+def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(run, tiny_decoder, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = export_run(run, None, tmp_path / "hf")
+    found = import_hugging_face(folder)
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), tiny_decoder.parameters(), strict=True))
+    text = "the loss of a layer"
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
+    assert ids == list(run.dataset().tokenizer().encode(text))
+    with pytest.raises(CheckpointError, match="step 7"):
+        export_run(run, 7, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_mean_of_checkpoints(run, tiny_decoder, save_checkpoint):
+    other = build_decoder(run.spec, seed=5)
+    save_checkpoint(run, other, 6)
+    mean = average_checkpoints(run, [3, 6])
+    for name, weight in mean.named_parameters():
+        expected = (tiny_decoder.get_parameter(name).double() + other.get_parameter(name).double()) / 2
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-7, atol=1e-9)
+    with pytest.raises(CheckpointError, match="step 9"):
+        average_checkpoints(run, [3, 9])
