@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest pytest-launching pytest-rest lab gallery bench clean
+.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench clean
 
 demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -22,15 +22,21 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Launching mostly waits (for lost nodes to be noticed), so it runs beside the rest.
+# Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside the rest.
 pytest: .venv/dev-installed
-	+$(MAKE) --no-print-directory --output-sync=target -j2 pytest-launching pytest-rest
-
-pytest-launching:
-	$(BIN)/python -m pytest -q --durations=15 tests/cluster
+	+$(MAKE) --no-print-directory --output-sync=target -j2 pytest-rest pytest-faults pytest-notebooks pytest-launching
 
 pytest-rest:
-	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster
+	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py
+
+pytest-faults:
+	$(BIN)/python -m pytest -q --durations=10 tests/cluster/test_faults.py
+
+pytest-notebooks:
+	$(BIN)/python -m pytest -q --durations=10 tests/test_notebooks.py
+
+pytest-launching:
+	$(BIN)/python -m pytest -q --durations=10 --ignore tests/cluster/test_faults.py tests/cluster
 
 check: .venv/dev-installed  ## format, lint, types
 	$(BIN)/ruff format --check .
