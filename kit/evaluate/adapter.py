@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
+from tqdm import tqdm
 
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError
@@ -22,6 +23,8 @@ from kit.model import Decoder
 
 LOGITS = 2**23
 """Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
+PART = 1024
+"""Continuations that are encoded and scored at once: the prompts of MMLU, encoded together, would be many gigabytes."""
 
 
 class DecoderLM(TemplateLM):
@@ -81,6 +84,14 @@ class DecoderLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns for each (context, continuation) its log-likelihood in nats, and whether it is the greedy choice."""
+        found = []
+        with tqdm(total=len(requests), desc="log-likelihoods", disable=None, leave=False) as bar:
+            for start in range(0, len(requests), PART):
+                found += self._loglikelihood(requests[start : start + PART])
+                bar.update(len(found) - bar.n)
+        return found
+
+    def _loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         pairs = []
         for request in requests:
             context, text = request.arguments
@@ -185,7 +196,8 @@ class DecoderLM(TemplateLM):
             repeats[text] += 1
         found: dict[int, str] = {}
         for wanted, prompts in groups.items():
-            for batch in self._mine(list(batches(self._decoder, prompts, wanted, self.batch_tokens))):
+            work = self._mine(list(batches(self._decoder, prompts, wanted, self.batch_tokens)))
+            for batch in tqdm(work, desc="texts, by batches", disable=None, leave=False):
                 found |= self._continue(batch, wanted)
         if self._group is not None:
             parts: list[Any] = [None] * dist.get_world_size(self._group)
