@@ -121,6 +121,16 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _as_they_are(hint: Any) -> frozenset[type]:
+    """Returns the types whose values an annotation takes without a look at them; most values of most records."""
+    if hint in (bool, int, float, str, type(None)):
+        return frozenset({hint})
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return frozenset().union(*map(_as_they_are, typing.get_args(hint)))
+    return frozenset()
+
+
 def path_name(cls: type) -> str:
     """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`, `JobSpec` -> `job`."""
     name = cls.__name__
@@ -176,6 +186,8 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
+    if type(value) in _as_they_are(hint):
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
