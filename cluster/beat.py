@@ -44,7 +44,7 @@ class Switchboard:
                         continue
                     self.heard[str(message["node"])] = time.monotonic()
                     self.senders.add(sender)
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):  # of anyone who found the port
                     continue
                 if message.get("event"):
                     reports.append(message)

@@ -15,7 +15,7 @@ from typing import Literal, Self, overload
 
 from cluster import poll
 from cluster.record import ConfigError, Record, field_doc, html_table
-from cluster.scheduler import SECRET_WORDS
+from cluster.scheduler import SECRET_VALUE, SECRET_WORDS
 from cluster.state import (
     Event,
     JobError,
@@ -80,7 +80,7 @@ class JobSpec(Record):
                 raise ConfigError(f"job.environment.{key}: the launcher sets it for each rank. Leave it out.")
             if not key or "=" in key:
                 raise ConfigError(f"job.environment: {key!r} is not a name of a variable. Leave out '='.")
-            if SECRET_WORDS & set(key.upper().split("_")):
+            if SECRET_WORDS & set(key.upper().split("_")) or SECRET_VALUE.search(self.environment[key]):
                 raise ConfigError(
                     f"job.environment.{key}: looks like a secret, and whoever reads the run directory could read it. "
                     f"Leave it out and export {key} where you submit from: the job inherits it."
@@ -89,6 +89,9 @@ class JobSpec(Record):
         for text in words:
             if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
                 raise ConfigError(f"job: {text!r} holds a NUL or is not valid text, so no command can take it.")
+        if any(SECRET_VALUE.search(word) for word in self.argv):
+            raise ConfigError("job.argv: a word looks like a secret, which all who read the run directory could read. "
+                              "Leave it out and export it where you submit from: the job inherits it.")  # fmt: skip
 
 
 class Job:

@@ -18,6 +18,9 @@ import typing
 from pathlib import Path
 from typing import Any, Self
 
+LARGEST_FLOAT = 2**1023
+"""Whole numbers below it can be written as a float."""
+
 
 class ConfigError(ValueError):
     """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
@@ -63,7 +66,7 @@ class Record:
         """
         path = path or path_name(cls)
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected a table of keys, got {type(data).__name__} {data!r}.")
+            raise ConfigError(f"{path}: expected a table of keys, got {type(data).__name__} {_shown(data)}.")
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for key in data:
             if key not in fields:
@@ -81,7 +84,7 @@ class Record:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, nested without end
             raise ConfigError(f"{path or path_name(cls)}: not valid JSON ({error}).") from error
         return cls.from_dict(data, path)
 
@@ -93,9 +96,11 @@ class Record:
             ConfigError: the file is missing or does not describe this record.
         """
         try:
-            text = Path(file).read_text()
+            text = Path(file).read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise ConfigError(f"{file}: no such file; expected a {cls.__name__} as JSON.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: not text ({error}); expected a {cls.__name__} as JSON.") from error
         try:
             return cls.from_json(text)
         except ConfigError as error:
@@ -116,6 +121,16 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _as_they_are(hint: Any) -> frozenset[type]:
+    """Returns the types whose values an annotation takes without a look at them; most values of most records."""
+    if hint in (bool, int, float, str, type(None)):
+        return frozenset({hint})
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return frozenset().union(*map(_as_they_are, typing.get_args(hint)))
+    return frozenset()
+
+
 def path_name(cls: type) -> str:
     """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`, `JobSpec` -> `job`."""
     name = cls.__name__
@@ -128,6 +143,12 @@ def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Allowed: {', '.join(names)}."
+
+
+def check_file_name(name: str, path: str) -> None:
+    """Raises ConfigError unless `name` is that of a file in the record's own folder; it may come from a stranger."""
+    if "\0" in name or name in ("", "..") or Path(name).name != name:
+        raise ConfigError(f"{path}: {name!r} is not allowed. Give the plain name of a file in the same folder.")
 
 
 def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
@@ -165,6 +186,8 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
+    if type(value) in _as_they_are(hint):
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
@@ -191,9 +214,17 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
             )
     if origin is dict and isinstance(value, dict):
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT:
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
         return value
     expected = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {value!r}.")
+    raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as an error message can hold it."""
+    if isinstance(value, int) and abs(value) >= LARGEST_FLOAT:  # Python refuses to write thousands of digits
+        return f"of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -16,6 +16,11 @@ EDIT = "EDIT"
 """Stands in a site file where only the user knows the value, such as the account."""
 
 SECRET_WORDS = {"APIKEY", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN"}
+SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|sk-[\w-]{30,}|"
+    r"xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16})\b|://[^/@:\s]+:[^/@\s]+@"
+)
+"""Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS); a URL's password."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+\[\],=&|*-]*")
 OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*([=][A-Za-z0-9_./:@+\[\],=&|*-]+)?")
@@ -31,7 +36,7 @@ class Walltime(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.max_hours > 0 or (self.max_nodes is not None and self.max_nodes < 1):
+        if not 0 < self.max_hours < float("inf") or (self.max_nodes is not None and self.max_nodes < 1):
             raise ConfigError(f"walltime: {self.max_nodes} nodes for {self.max_hours} h is not allowed. Both from 1.")
 
 
@@ -174,10 +179,10 @@ def check_environment(variables: dict[str, str], path: str) -> None:
     Raises:
         ConfigError: a name that no shell can export, or a name that sounds like a secret.
     """
-    for name in variables:
+    for name, value in variables.items():
         if not VARIABLE.fullmatch(name):
             raise ConfigError(f"{path}: {name!r} cannot be exported. Use letters, digits and '_', not a digit first.")
-        if SECRET_WORDS & set(name.upper().split("_")):
+        if SECRET_WORDS & set(name.upper().split("_")) or SECRET_VALUE.search(value):
             raise ConfigError(
                 f"{path}.{name}: looks like a secret, and everyone who may read the run directory could read it there. "
                 f"Leave it out. On Slurm, export {name} in the shell or notebook that submits: the job inherits it. "

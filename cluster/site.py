@@ -201,7 +201,7 @@ def _read_toml(name: str) -> tuple[Path, dict]:
     except OSError as error:
         message = f"site: {name}: cannot be read ({error.strerror}). Give a .toml file or one of {Site.names()}."
         raise ConfigError(message) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested without end
         raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
     base = data.pop("base", None)
     if base is None:

@@ -9,6 +9,7 @@ Source of states and reasons: https://slurm.schedmd.com/squeue.html
 import os
 import re
 import shlex
+import stat
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cluster.poll import Look
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
+FIRST_USER = 1000  # lower numbers are root and services, such as slurm
 STATES = {
     "PENDING": JobState.QUEUED,
     "CONFIGURING": JobState.CONFIGURING,
@@ -216,4 +218,24 @@ def client_environment(config: str | None) -> dict[str, str]:
     """Returns the environment for a Slurm command: without what a surrounding job or habits would change."""
     prefixes = ("SLURM_", "SBATCH_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_", "SRUN_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
+    if config and config != os.environ.get("SLURM_CONF"):
+        _refuse_strange_config(Path(config))
     return kept | ({"SLURM_CONF": config} if config else {})
+
+
+def _refuse_strange_config(config: Path) -> None:
+    """Raises JobError for a configuration that a stranger may have written: it names libraries that Slurm then loads.
+
+    A run directory says how its scheduler was reached, and run directories are passed on.
+    """
+    try:
+        about = config.resolve().stat()
+    except OSError:
+        return  # Slurm says so itself
+    came_along = any((folder / "job.json").exists() for folder in config.resolve().parents)
+    ours = about.st_uid == os.geteuid() or about.st_uid < FIRST_USER
+    if came_along or not ours or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise JobError(
+            f"the run directory names {config} as Slurm's configuration, which somebody else may have written. "
+            f"If it is yours, export SLURM_CONF={shlex.quote(str(config))} and look again"
+        )

@@ -103,7 +103,10 @@ def _environment(job: JobSpec, slurm: Slurm) -> list[str]:
         'fail() { echo "$*" >&2; exit 1; }',
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"',
-        *(f"module load {name} || fail 'the module {name} cannot be loaded'" for name in slurm.modules),
+        *(
+            f"module load {quote(name)} || fail {quote(f'the module {name} cannot be loaded')}"
+            for name in slurm.modules
+        ),
         *_exports(variables),
         *slurm.setup,
     ]

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.process import Process
-from cluster.record import Record, field_doc, write_atomic
+from cluster.record import ConfigError, Record, field_doc, write_atomic
 
 LOCK_WAIT_S = 5.0
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 Request = Literal["stop", "checkpoint"]
 RecordType = TypeVar("RecordType", bound=Record)
@@ -77,6 +78,11 @@ class SchedulerJob(Record):
     config: str | None = field_doc(
         "how to reach that scheduler: SLURM_CONF, or a context; none: as usual", default=None
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not JOB_ID.fullmatch(self.id):  # it becomes a word of a command, and must not be taken for an option
+            raise ConfigError(f"job id: {self.id!r} is not allowed. Give letters, digits and . _ / -, not - first.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,12 @@
 import sys
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from cluster.state import JobError
 from kit.commands import convert, data, estimates, monitor, papers, runs, scores
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
+from kit.terminal import PlainConsole
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 for part in (runs, monitor, estimates, data, scores, convert, papers):
@@ -20,7 +20,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
-        Console(stderr=True).print(Text.assemble((f"{type(error).__name__}: ", "red"), str(error)), highlight=False)
+        PlainConsole(stderr=True).print(Text.assemble((f"{type(error).__name__}: ", "red"), str(error)))
         sys.exit(1)
 
 

@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record, check_file_name, field_doc
 from cluster.state import refuse_stale
 from kit.errors import CheckpointError
 from kit.plan import Plan
@@ -40,6 +40,11 @@ class Manifest(Record):
     spec: ModelSpec = field_doc("model")
     plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
     files: dict[str, int] = field_doc("bytes of each file")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.files:
+            check_file_name(name, "manifest.files")
 
 
 class Checkpoints:
@@ -100,8 +105,9 @@ class Checkpoints:
             CheckpointError: the checkpoint is incomplete or of another model.
         """
         from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load
+
+        from kit.checkpoint_reader import TensorsOnlyReader
 
         manifest = self.manifest(step)
         self.check_model(manifest, spec)
@@ -113,7 +119,7 @@ class Checkpoints:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
             try:
-                load(state, storage_reader=FileSystemReader(self.path(step)), no_dist=not distributed)
+                load(state, storage_reader=TensorsOnlyReader(self.path(step)), no_dist=not distributed)
             except CheckpointException as error:
                 raise CheckpointError(
                     f"{self.path(step)} cannot be read: {_cause(error)} Move it away to use an earlier checkpoint."

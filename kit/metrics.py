@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,8 @@ class MetricsWriter:
     """Appends one line per optimizer step to `metrics.jsonl`."""
 
     def __init__(self, file: Path) -> None:
-        torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
         self.stream = file.open("a")
-        if torn:  # a killed attempt's half line must not swallow our first one
+        if _is_torn(file):  # a killed attempt's half line must not swallow our first one
             self.stream.write("\n")
 
     def append(self, row: dict[str, Any]) -> None:
@@ -50,19 +50,14 @@ class Metrics:
             plans: the plan of each attempt.
             site: where it runs; its peak makes MFU.
         """
-        rows, skipped = [], 0
-        for line in file.read_bytes().splitlines() if file.exists() else []:
-            try:
-                row = json.loads(line)
-                rows.append((int(row["step"]), int(row["attempt"]), row))
-            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                skipped += 1
-        kept = _supersede(rows)
-        names = [*COLUMNS, *({"validation_loss"} if any("validation_loss" in row for row in kept) else ())]
-        columns = {name: np.array([_number(row.get(name)) for row in kept], dtype=float) for name in names}
+        from kit.monitor.columns import Columns  # here, since columns have the names that this module lists
+
+        read = Columns(file).read_all()
+        names = [*COLUMNS, *({"validation_loss"} if np.isfinite(read["validation_loss"]).any() else ())]
+        columns = {name: read[name] for name in names}
         for name in ("step", "attempt", "tokens"):
-            columns[name] = columns[name].astype(np.int64)
-        return cls(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=skipped)
+            columns[name] = _whole(columns[name])
+        return cls(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=read.skipped_lines)
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -73,7 +68,7 @@ class Metrics:
     @property
     def tokens_per_s(self) -> np.ndarray:
         """Tokens per second of each step, over all devices."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             return self["tokens"] / self["step_time_s"]
 
     @property
@@ -103,7 +98,8 @@ class Metrics:
             devices = plan.num_devices
             if self.site.scheduler == "local":  # more processes than cores share the cores
                 devices = min(devices, self.site.devices_per_node)
-            values[here] = self.tokens_per_s[here] * flops_per_token(plan) / (peak * devices)
+            with np.errstate(all="ignore"):
+                values[here] = self.tokens_per_s[here] * flops_per_token(plan) / (peak * devices)
         if np.nanmax(values, initial=0) > 1:
             raise ConfigError(
                 f"metrics: a utilisation of {np.nanmax(values):.0%} is above the peak. One of these is wrong: tokens "
@@ -138,17 +134,15 @@ def median(values: np.ndarray) -> float | None:
     return float(np.median(finite)) if finite.size else None
 
 
-def _supersede(rows: list[tuple[int, int, dict]]) -> list[dict]:
-    """Returns rows by step; an attempt's rows from the first step of any newer attempt on are dropped."""
-    first: dict[int, int] = {}
-    for step, attempt, _ in rows:
-        first[attempt] = min(step, first.get(attempt, step))
-    kept = {}
-    for step, attempt, row in rows:
-        if not any(newer > attempt and start <= step for newer, start in first.items()):
-            kept[step] = row
-    return [kept[step] for step in sorted(kept)]
+def _whole(values: np.ndarray) -> np.ndarray:
+    """Returns recorded counts as int64, 0 where there is none that could be one."""
+    return np.where(np.abs(values) < 2.0**53, values, 0).astype(np.int64)
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+def _is_torn(file: Path) -> bool:
+    """Returns whether a file ends in the middle of a line; of a long one only the end is read."""
+    with file.open("rb") as stream:
+        if not stream.seek(0, os.SEEK_END):
+            return False
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"

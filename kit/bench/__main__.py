@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from kit.bench import engines, evaluate, monitor, overhead, startup, train_speed
+from kit.bench import engines, evaluate, monitor, overhead, scale, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "startup": startup.measure,
     "overhead": overhead.measure,
     "evaluate": evaluate.measure,
+    "scale": lambda workplace, dataset: scale.measure(workplace),
     "monitor": lambda workplace, dataset: monitor.measure(workplace),
 }
 

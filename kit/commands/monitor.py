@@ -150,7 +150,7 @@ def _drawn(table: "RunsTable", width: int) -> Table:
         styles = ["", colours.get(row["state"], "")] + [""] * len(shown)
         drawn.add_row(*(Text(texts[name][i], style=style) for name, style in zip(shown, styles, strict=False)))
     if not table.rows:
-        drawn.caption = f"no run below {table.folder}"
+        drawn.caption = Text(f"no run below {table.folder}")
     elif hidden:
         drawn.caption = Text(f"too narrow for {len(hidden)} more settings that differ: {', '.join(hidden)}")
     return drawn

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kit.errors import ConfigError
+from kit.terminal import PlainConsole
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
@@ -54,12 +55,12 @@ def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False)
     for key, value in values.items():
-        table.add_row(key, f"{value:,}" if isinstance(value, int) else str(value))
+        table.add_row(key, Text(f"{value:,}" if isinstance(value, int) else str(value)))
     console().print(table)
 
 
-def console() -> Console:
-    """Returns a console that colours nothing by itself."""
-    return Console(highlight=False)
+def console() -> PlainConsole:
+    """Returns the console of a command."""
+    return PlainConsole()

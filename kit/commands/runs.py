@@ -2,11 +2,13 @@
 
 import json
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.terminal import plain
 
 app = typer.Typer()
 MinutesOption = Annotated[float | None, typer.Option(help="time limit of one job; a longer run comes back")]
@@ -58,7 +61,7 @@ def launch(
 
         place = measured_site(place, plan.precision)
     started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
-    console().print(f"Started {plan.num_devices} processes. Watch: [bold]kit watch {started.directory}[/]")
+    console().print(f"Started {plan.num_devices} processes. Watch: {_command('watch', started.directory)}")
 
 
 @app.command()
@@ -89,7 +92,7 @@ def resume(
     """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
     plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
     started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=None if minutes is None else 60 * minutes)
-    console().print(f"Started {plan.num_devices} processes. Watch: [bold]kit watch {started.directory}[/]")
+    console().print(f"Started {plan.num_devices} processes. Watch: {_command('watch', started.directory)}")
 
 
 @app.command()
@@ -120,11 +123,12 @@ def logs(
 ) -> None:
     """Print the log of one rank."""
     job = Run.open(run).job
+    shown = plain if sys.stdout.isatty() else str  # a file or a pipe gets what was printed
     if not follow:
-        print(job.logs(rank), end="")
+        print(shown(job.logs(rank)), end="")
         return
     for line in job.follow(rank):
-        print(line, end="", flush=True)
+        print(shown(line), flush=True)
 
 
 @app.command()
@@ -133,18 +137,18 @@ def stop(run: RunArgument, now: Annotated[bool, typer.Option(help="kill it, with
     job = _living(run, "stop")
     if now:
         job.cancel()
-        console().print(f"Told to end at once, without a checkpoint. Go on later: [bold]kit resume {run}[/]")
+        console().print(f"Told to end at once, without a checkpoint. Go on later: {_command('resume', run)}")
     else:
         job.stop()
         console().print(f"Asked at {_now()} to stop after the current step; a checkpoint is written first. "
-                        f"Done? [bold]kit watch {run}[/]")  # fmt: skip
+                        f"Done? {_command('watch', run)}")  # fmt: skip
 
 
 @app.command()
 def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
-    console().print(f"Asked at {_now()} for a checkpoint after the current step. Done? [bold]kit watch {run}[/]")
+    console().print(f"Asked at {_now()} for a checkpoint after the current step. Done? {_command('watch', run)}")
 
 
 @app.command()
@@ -205,3 +209,8 @@ def _living(run: Path, what: str) -> Job:
 
 def _now() -> str:
     return time.strftime("%H:%M:%S")
+
+
+def _command(name: str, run: Path) -> str:
+    """Returns a command on a run in bold, as markup; brackets in a path are no markup."""
+    return f"[bold]kit {name} {escape(str(run))}[/]"

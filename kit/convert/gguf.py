@@ -4,6 +4,7 @@ Source: docs/gguf.md and `dequantize_row_q4_1`, `dequantize_row_q8_0` of ggml (g
 real small model needs is here, about 60 lines, so that the kit does not depend on a package for it.
 """
 
+import math
 import mmap
 import struct
 from pathlib import Path
@@ -18,6 +19,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 F32, Q4_1, Q8_0 = 0, 3, 8
 BLOCK = 32
 """Weights that share a scale in the quantised types."""
+DAMAGE = (struct.error, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, OSError)
+"""What reading the head of a file that is cut short or is not what it says can raise."""
 BLOCK_BYTES = {Q4_1: 2 + 2 + BLOCK // 2, Q8_0: 2 + BLOCK}
 
 
@@ -32,12 +35,18 @@ class GgufFile:
         """Reads everything but the weights.
 
         Raises:
-            DataError: the file is not GGUF of version 3.
+            DataError: the file is not GGUF of version 3, or is damaged.
         """
         self.file = file
-        with file.open("rb") as stream:
-            self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self._place = 0
+        try:
+            with file.open("rb") as stream:
+                self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._read_head()
+        except DAMAGE as error:
+            raise DataError(f"{file}: damaged ({type(error).__name__}: {error}). Copy it again.") from error
+
+    def _read_head(self) -> None:
+        file, self._place = self.file, 0
         if self._bytes[:4] != b"GGUF" or struct.unpack_from("<I", self._bytes, 4)[0] != 3:
             raise DataError(f"{file}: not a GGUF file of version 3. Copy it again.")
         self._place = 8
@@ -65,12 +74,15 @@ class GgufFile:
         if name not in self._entries:
             raise DataError(f"{self.file}: has no weight {name!r}.")
         shape, kind, offset = self._entries[name]
-        start, count = self._weights_start + offset, int(np.prod(shape))
+        start, count = self._weights_start + offset, math.prod(shape)
+        if kind not in (F32, *BLOCK_BYTES):
+            raise DataError(f"{self.file}: {name} is of ggml type {kind}; read here are F32, Q4_1 and Q8_0.")
+        size = 4 * count if kind == F32 else count // BLOCK * BLOCK_BYTES[kind]
+        if start + size > len(self._bytes) or (kind != F32 and count % BLOCK):
+            raise DataError(f"{self.file}: damaged: {name} ends behind the end of the file. Copy it again.")
         if kind == F32:
             return np.frombuffer(self._bytes, "<f4", count, start).reshape(shape).copy()
-        if kind not in BLOCK_BYTES:
-            raise DataError(f"{self.file}: {name} is of ggml type {kind}; read here are F32, Q4_1 and Q8_0.")
-        blocks = np.frombuffer(self._bytes, np.uint8, count // BLOCK * BLOCK_BYTES[kind], start)
+        blocks = np.frombuffer(self._bytes, np.uint8, size, start)
         return dequantised(blocks.reshape(-1, BLOCK_BYTES[kind]), kind).reshape(shape)
 
     def _scalar(self, letter: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cluster.record import suggestion
+from cluster.record import check_file_name, suggestion
 from kit.convert.names import fill, from_theirs, to_theirs
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError, MissingPackageError
@@ -177,13 +177,20 @@ def import_hugging_face(folder: str | Path) -> Decoder:
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
+    config = _read_table(folder / "config.json", "Give a folder of Hugging Face's.")
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder}: no readable config.json ({error}). Give a folder of Hugging Face's.") from error
-    spec = spec_of(config, name=folder.resolve().name)
-    decoder = empty_decoder(spec).eval()
+        spec = spec_of(config, name=folder.resolve().name)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise DataError(
+            f"{folder / 'config.json'}: damaged ({type(error).__name__}: {error}). Copy it again."
+        ) from error
     weights = SafetensorsFolder(folder)
+    if spec.num_params > weights.size_bytes:  # before memory is asked for
+        raise DataError(
+            f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files have "
+            f"{weights.size_bytes:,} bytes. Copy them again."
+        )
+    decoder = empty_decoder(spec).eval()
     fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
     return decoder
 
@@ -242,7 +249,7 @@ class SafetensorsFolder:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of: dict[str, str] = _weight_map(index)
             return
         if not (folder / "model.safetensors").exists():
             raise DataError(
@@ -251,6 +258,12 @@ class SafetensorsFolder:
             )
         with self._open("model.safetensors") as weights:
             self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all weight files."""
+        files = (self.folder / name for name in set(self._file_of.values()))
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def read(self, name: str) -> Tensor:
         """Returns one weight. GPT-2's of the hub have no `transformer.` before their names.
@@ -275,3 +288,33 @@ class SafetensorsFolder:
             raise DataError(
                 f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
             ) from error
+
+
+def _read_table(file: Path, advice: str) -> dict[str, Any]:
+    """Returns the table in a JSON file.
+
+    Raises:
+        DataError: it is missing, or something else.
+    """
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file.parent}: no readable {file.name} ({error}). {advice}") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{file.parent}: no readable {file.name} (it holds no table). {advice}")
+    return table
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each weight: files of the same folder, whatever the index says.
+
+    Raises:
+        DataError: the index is damaged.
+        ConfigError: it names a file elsewhere.
+    """
+    files = _read_table(index, "Copy it again.").get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise DataError(f"{index}: damaged: it has no weight_map from names to files. Copy it again.")
+    for file in set(files.values()):
+        check_file_name(file, f"{index.name}: weight_map")
+    return files

@@ -136,9 +136,12 @@ def load_tensors(file: Path) -> dict[str, Any]:
         DataError: the file is damaged, or holds code.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}, not tensors by name")
+        return state
     except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights alone."
         ) from error

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from cluster.record import Record, field_doc, html_table
+from cluster.record import Record, check_file_name, field_doc, html_table
 from kit.data.corpus import Source
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
@@ -61,6 +61,10 @@ class StoredFile(Record):
     size_bytes: int = field_doc("its size")
     sha256: str = field_doc("its hash")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_file_name(self.name, "dataset.files")
+
     @classmethod
     def of(cls, file: Path) -> Self:
         """Returns the record of a file as it is now."""
@@ -86,6 +90,10 @@ class DatasetInfo(Record):
     empty: int = field_doc("documents without text left out")
     skipped: tuple[str, ...] = field_doc("what could not be read: place and reason")
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_file_name(self.tokenizer_file, "dataset.tokenizer_file")
 
 
 class ValidationDocument(NamedTuple):
@@ -162,9 +170,13 @@ class Dataset:
 
     def validation_documents(self) -> Iterator[ValidationDocument]:
         """Yields the held-out documents, in the order of the validation token file."""
-        with (self.directory / VALIDATION_TEXT).open(encoding="utf-8") as lines:
-            for line in lines:
-                yield ValidationDocument(**json.loads(line))
+        file = self.directory / VALIDATION_TEXT
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield ValidationDocument(**json.loads(line))
+                except (ValueError, TypeError, RecursionError) as error:
+                    raise DataError(f"{file}:{number}: damaged ({error}). {rebuild_hint(self.directory)}") from error
 
     def bits_per_byte(self, nats_per_token: float) -> float:
         """Returns a loss on the held-out tokens, in nats per token, as bits per byte of their text.

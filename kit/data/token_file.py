@@ -10,7 +10,7 @@ Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files ar
 import functools
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -128,7 +128,7 @@ class TokenFile:
         self._offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8")
         self._document_index = raw[12 * num_sequences :].view("<i8")
         expected = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
-        if (size := _size(self._bin, at_least=1)) != expected:
+        if (size := _size(self._bin, at_least=1)) != expected or size % self.dtype.itemsize:
             raise _wrong_size(self._bin, f"{expected:,}", size)
         self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r")
 
@@ -149,9 +149,10 @@ class TokenFile:
         """
         offsets = np.append(self._offsets, self.num_tokens * self.dtype.itemsize)
         sequences = self._document_index
+        inside = sequences.min() >= 0 and sequences.max() <= self._lengths.size and self._lengths.min() >= 0
         whole = sequences[0] == 0 and sequences[-1] == self._lengths.size and np.all(np.diff(sequences) >= 0)
         dense = offsets[0] == 0 and np.array_equal(np.diff(offsets), self._lengths * np.int64(self.dtype.itemsize))
-        if not (whole and dense):
+        if not (inside and whole and dense):
             idx = _paths(self.prefix)[1]
             raise DataError(f"{idx}: damaged: its documents do not cover {self._bin.name}. {rebuild_hint(idx.parent)}")
         return offsets[sequences] // self.dtype.itemsize
@@ -161,10 +162,21 @@ class TokenFile:
         return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        """Returns how often each token occurs: int64 [vocab_size]."""
-        chunk = 1 << 22
-        pieces: Iterable[np.ndarray] = (self.tokens[i : i + chunk] for i in range(0, self.num_tokens, chunk))
-        return sum((np.bincount(piece, minlength=vocab_size) for piece in pieces), np.zeros(vocab_size, np.int64))
+        """Returns how often each token occurs: int64 [vocab_size].
+
+        Raises:
+            DataError: the file holds a token that is not in the vocabulary.
+        """
+        chunk, counts = 1 << 22, np.zeros(vocab_size, np.int64)
+        for begin in range(0, self.num_tokens, chunk):
+            piece = self.tokens[begin : begin + chunk]
+            if piece.min() < 0 or piece.max() >= vocab_size:
+                raise DataError(
+                    f"{self._bin}: damaged: holds a token outside its vocabulary of {vocab_size:,}. "
+                    f"{rebuild_hint(self._bin.parent)}"
+                )
+            counts += np.bincount(piece, minlength=vocab_size)
+        return counts
 
 
 def _paths(prefix: Path) -> tuple[Path, Path]:

@@ -183,7 +183,7 @@ def _load_folder(folder: Path) -> Tokenizer:
     except ImportError as error:
         raise MissingPackageError("transformers", "eval", f"Reading the tokenizer in {folder}") from error
     try:
-        wrapper = AutoTokenizer.from_pretrained(folder)
+        wrapper = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         data = wrapper.backend_tokenizer.to_str().encode()
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(

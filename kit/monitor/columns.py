@@ -120,18 +120,28 @@ class Columns:
                 header = json.loads(stream.readline(65536))
                 if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
                     return
-                data = np.empty((len(NAMES), header["rows"] + max(1024, header["rows"] // 8)))
-                for column in data[:, : header["rows"]]:
-                    if stream.readinto(memoryview(column).cast("B")) != column.nbytes:
-                        return  # cut short
-            self.position, self._tail = header["position"], bytes.fromhex(header["tail"])
+                rows, start = int(header["rows"]), stream.tell()
+                if rows < 0 or stream.seek(0, os.SEEK_END) - start != 8 * rows * len(NAMES):
+                    return  # cut short, or not ours
+                stream.seek(start)
+                data = np.empty((len(NAMES), rows + max(1024, rows // 8)))
+                for column in data[:, :rows]:
+                    stream.readinto(memoryview(column).cast("B"))
+            self.position, self._tail = int(header["position"]), bytes.fromhex(header["tail"])
             with self.file.open("rb") as stream:
                 if stream.seek(0, os.SEEK_END) < self.position or not self._same_file(stream):
                     return self._reset()
-            self.skipped_lines = header["skipped_lines"]
+            self.skipped_lines = int(header["skipped_lines"])
             self.first_steps = {int(attempt): int(step) for attempt, step in header["first_steps"]}
-            self._data, self._rows = data, header["rows"]
-        except (OSError, ValueError, KeyError, TypeError):  # none, torn, or of another version: read the file itself
+            self._data, self._rows = data, rows
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ):  # none, torn, or of another version: read the file itself
             self._reset()
 
     def _same_file(self, stream: Any) -> bool:
@@ -214,7 +224,7 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
     if table.num_rows != text.count(b"\n"):
         return None
     rows = np.stack([np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES])
-    ours = np.isfinite(rows[0]) & np.isfinite(rows[1])
+    ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)  # NaN is not
     rows[:2] = np.trunc(rows[:2])
     return (rows, 0) if ours.all() else (rows[:, ours], int(np.sum(~ours)))
 

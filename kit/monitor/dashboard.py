@@ -27,6 +27,7 @@ from kit.run import Run
 
 MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
+HEAT_ROWS = 512  # of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,8 @@ class Dashboard:
                 "quiet_s": time.monotonic() - self._last_row if len(self.columns) else None, "now": time.time(),
                 "skipped_lines": self.columns.skipped_lines, "num_steps": run.recipe.num_steps,
                 "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None, "stages": self._stages(),
-                "ranks": self.ranks.num_ranks, "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
+                "ranks": self.ranks.num_ranks, "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
+                "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
                 **self._last_step(),
             }  # fmt: skip
 
@@ -151,8 +153,11 @@ class Dashboard:
             return [alert.to_dict() for alert in self.watchman.log.alerts[-ALERTS_SHOWN:]][::-1]
 
     def heat(self) -> bytes:
-        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8, [rank, sample]."""
-        relative = self.ranks.relative
+        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8, [row, sample].
+
+        A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
+        """
+        relative = self.ranks.rows(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
             scaled = np.clip((relative - 0.8) / 0.6 * 254, 0, 254)
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
@@ -223,7 +228,7 @@ class Dashboard:
 
     def _stages(self) -> list[float | None]:
         """Returns the mean relative step time of each pipeline stage; its ranks follow one another."""
-        stages, relative = self.run.plan.pipeline_parallel, self.ranks.relative[:, -10:]
+        stages, relative = self.run.plan.pipeline_parallel, self.ranks.last(min(10, len(self.ranks.samples)))
         if stages < 2 or not relative.size:
             return []
         return [_mean(part) for part in np.array_split(relative, stages)]

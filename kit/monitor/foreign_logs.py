@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 CHUNK_BYTES = 4 << 20
+LONGEST_LINE = 8 << 10  # no line about a step is longer, and a pattern on a longer one could take for ever
 CLOCK_WINDOW_S = 20.0  # a progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most
 EXACT_BELOW = 100_000  # a progress bar writes larger numbers with three digits
 
@@ -65,7 +66,7 @@ class LogReader:
                 *lines, kept = re.split(rb"[\r\n]+", kept + chunk)  # a progress bar redraws its line after \r
                 self.lines += len(lines)
                 for line in lines:
-                    steps += self.parser.feed(line.decode(errors="replace"))
+                    steps += self._feed(line)
                 if len(kept) > CHUNK_BYTES:  # not a line of a log
                     kept = b""
             self.offset = stream.tell() - len(kept)
@@ -75,8 +76,17 @@ class LogReader:
         """Returns the step of a last line that has no end, if it is whole: a progress bar's often is."""
         with self.file.open("rb") as stream:
             stream.seek(self.offset)
-            rest = stream.read(CHUNK_BYTES).decode(errors="replace")
-        return self.parser.feed(rest) if rest.rstrip().endswith("]") else []
+            rest = stream.read(CHUNK_BYTES)
+        return self._feed(rest) if rest.rstrip().endswith(b"]") else []
+
+    def _feed(self, line: bytes) -> list[LoggedStep]:
+        if len(line) > LONGEST_LINE:
+            return []
+        try:
+            return self.parser.feed(line.decode(errors="replace"))
+        except (ValueError, OverflowError):  # a number that no trainer prints
+            self.parser.skipped_lines += 1
+            return []
 
 
 class MegatronLog:
@@ -171,7 +181,8 @@ class NxdtLog:
     """
 
     BAR = re.compile(
-        r"Epoch (?P<epoch>\d+):.*?(?:(?P<n>\d+)/(?P<total>\d+) )?\[(?P<clock>[\d:]+)(?:<[^,\]]*)?,(?P<fields>[^\]]*)\]"
+        r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?(?:(?P<n>\d+)/(?P<total>\d+) )?"
+        r"\[(?P<clock>[\d:]+)(?:<[^,\]]*)?,(?P<fields>[^\]]*)\]"
     )
     LOG = re.compile(r"LOG (\w{3} \w{3} +\d+ [\d:]{8} \d{4}) - \((\d+), (\d+)\) (step_loss : .*)$")
     FINISHED = re.compile(r"`Trainer\.fit` stopped: `max_\w+=\d+` reached")

@@ -13,6 +13,7 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+LARGEST_INTERVAL = 10_000
 RECIPE_ARGUMENTS = {
     "lr": "learning_rate", "min_lr": "min_learning_rate", "adam_beta1": "beta1", "adam_beta2": "beta2",
     "adam_eps": "eps", "weight_decay": "weight_decay",
@@ -63,6 +64,11 @@ def describe(
     if "lr" not in parser.arguments:
         notes.append("the log does not tell the recipe: fields of recipe.json that were not given are defaults")
     interval = _interval(parser.arguments, logged)
+    if interval > LARGEST_INTERVAL:
+        raise ConfigError(
+            f"import: one line for {interval:,} steps is more than the {LARGEST_INTERVAL:,} that are believed. "
+            f"Is the log damaged? Remove the lines in it that no trainer printed."
+        )
     if interval > 1:
         notes.append(f"one line stands for {interval} steps; each of them is recorded with the line's means")
     return Described(

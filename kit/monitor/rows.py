@@ -77,4 +77,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def number(value: Any) -> float:
     """Returns a recorded value as a float, NaN if it is none."""
-    return float(value) if is_number(value) else float("nan")
+    try:
+        return float(value) if is_number(value) else float("nan")
+    except OverflowError:  # a whole number of hundreds of digits
+        return float("nan")

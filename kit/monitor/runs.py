@@ -153,13 +153,15 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         label: {"step": metrics["step"], "loss": metrics["loss"], speed: value}
         for label, metrics, value in zip(labels, found, values, strict=True)
     }
-    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+    # The names are people's own: a dollar in them begins no formula, and an underscore hides no run from the legend.
+    with plt.style.context([str(files("kit") / "kit.mplstyle"), {"text.parse_math": False}]):
         figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
         left.set_title("Loss, nats per token (average of ~5 steps)")
         right.set_title("MFU, % of peak" if speed == "mfu" else "Tokens/s (no MFU: a peak is unknown)")
         for i, (label, columns) in enumerate(table.items()):
+            shown = f" {label}" if label.startswith("_") else label
             style = {"color": COLOURS[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
-            left.plot(columns["step"], smooth(columns["loss"]), label=label, **style)
+            left.plot(columns["step"], smooth(columns["loss"]), label=shown, **style)
             right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):

@@ -15,6 +15,7 @@ from kit.monitor.alerts import ROWS_PER_LOOK, Alert
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
+from kit.terminal import PlainConsole
 
 COLOURS = {
     JobState.RUNNING: "green",
@@ -57,7 +58,7 @@ def status_table(run: Run, width: int = 80) -> Group:
 
 def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -> None:
     """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone."""
-    console = console or Console(highlight=False)
+    console = console or PlainConsole()
     dashboard = Dashboard(run)
     with Live(_looked_at(dashboard, console.width), console=console, auto_refresh=False) as live:
         try:

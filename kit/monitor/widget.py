@@ -227,7 +227,7 @@ def snapshot(dashboard: Dashboard) -> Any:
                       fontsize=7, color="#666666")  # fmt: skip
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
     title = f"{dashboard.run.name}: {status.state}, attempt {status.attempt}, {step}"
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left", parse_math=False)
     return figure
 
 

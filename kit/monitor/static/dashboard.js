@@ -473,11 +473,11 @@ function render({ model, el }) {
     rankFigure.hidden = ranks < 2 || !data || !data.byteLength;
     low.classList.toggle("kit-one", rankFigure.hidden);
     if (rankFigure.hidden) return;
-    const samples = data.byteLength / ranks;
+    const rows = Math.ceil(ranks / (f.ranks_per_row || 1)), samples = data.byteLength / rows;
     heat.width = samples;
-    heat.height = ranks;
-    heat.style.height = Math.min(176, Math.max(48, ranks * 14)) + "px";
-    const context = heat.getContext("2d"), image = context.createImageData(samples, ranks);
+    heat.height = rows;
+    heat.style.height = Math.min(176, Math.max(48, rows * 14)) + "px";
+    const context = heat.getContext("2d"), image = context.createImageData(samples, rows);
     const ends = HEAT[state.dark ? "dark" : "light"];
     const shade = (value) => { // 0 … 254
       const v = value / 127, [a, b] = v < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]], share = v < 1 ? v : v - 1;
@@ -490,7 +490,7 @@ function render({ model, el }) {
     }
     context.putImageData(image, 0, 0);
     rankTitle.textContent = "Step time by rank, over the median";
-    rankScale.textContent = `rank 0 (top) to ${ranks - 1}, the last ${samples} heartbeats; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
+    rankScale.textContent = `rank 0 (top) to ${ranks - 1}${f.ranks_per_row > 1 ? `, a row is the slowest of ${f.ranks_per_row}` : ""}, the last ${samples} heartbeats; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
     heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
     stages.replaceChildren(...(f.stages || []).map((v, i) => {
       const stage = make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`);

@@ -1,0 +1,72 @@
+"""Reads torch's distributed checkpoints without running code that a file may hold.
+
+Torch describes such a checkpoint in a pickled `.metadata`, and unpickles objects that are no tensors too.
+Here the description may name only the classes that torch itself writes for tensors, so whatever else it asks for is
+refused before it runs; objects that are no tensors are refused with it. Tensors are read by torch with `weights_only`.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from cluster.record import check_file_name
+
+METADATA = "torch.distributed.checkpoint.metadata"
+ALLOWED = {
+    (METADATA, "Metadata"),
+    (METADATA, "TensorStorageMetadata"),
+    (METADATA, "TensorProperties"),
+    (METADATA, "ChunkStorageMetadata"),
+    (METADATA, "MetadataIndex"),
+    (METADATA, "StorageMeta"),
+    (METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}
+"""What torch 2.11 to 2.13 write; all of them only hold values."""
+
+
+class TensorsOnlyReader(FileSystemReader):
+    """`FileSystemReader` for checkpoints of unknown origin: tensors, and nothing that could run."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the description of the checkpoint.
+
+        Raises:
+            pickle.UnpicklingError: it asks for anything but tensors.
+            ConfigError: it names a file of another folder.
+        """
+        file = Path(self._get_metadata_path(kwargs.get("rank")))
+        metadata = _TensorsOnlyUnpickler(io.BytesIO(file.read_bytes())).load()
+        _check(metadata)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _TensorsOnlyUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(
+                f"its .metadata asks for {module}.{name}, which no description of tensors needs; nothing was run"
+            )
+        return super().find_class(module, name)
+
+
+def _check(metadata: Any) -> None:
+    """Raises UnpicklingError for a description of something else, ConfigError for one of files in other folders."""
+    tensors = isinstance(metadata, Metadata) and all(
+        isinstance(value, TensorStorageMetadata) for value in metadata.state_dict_metadata.values()
+    )
+    if not tensors:
+        raise pickle.UnpicklingError("its .metadata describes something else than tensors")
+    for place in metadata.storage_data.values():
+        check_file_name(str(place.relative_path), "its .metadata")

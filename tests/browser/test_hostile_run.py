@@ -1,0 +1,47 @@
+"""A run directory from a stranger, in real Chromium: in the dashboard and in every table that a notebook shows."""
+
+from tests.monitor.recorded import beat
+from tests.untrusted.hostile import SCRIPT
+from tests.untrusted.test_words import hostile_run, pages
+
+OWNED = """() => [document.title, document.querySelectorAll('script:not([type=module])').length,
+    document.querySelectorAll('[onerror],[onload],[onclick],iframe,object,embed,a[href]').length]"""
+
+
+def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
+    screen = open_screen(hostile_run(tmp_path), baselines={SCRIPT: 2.0})
+    screen.settle()
+    assert SCRIPT.replace("/", "_") in screen.text(".kit-name")
+    for selector in (".kit-alerts", ".kit-log", ".kit-reason"):
+        assert SCRIPT in screen.text(selector), selector
+    screen.page.locator("button.kit-tile").click()
+    assert SCRIPT in screen.text(".kit-note"), "the source of the peak"
+    assert screen.page.evaluate(OWNED) == ["", 0, 0]
+
+
+def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
+    from cluster.state import read_rank_heartbeats
+    from tests.monitor.recorded import recorded_run
+
+    run = recorded_run(tmp_path / "run", steps=300, ranks=4)
+    screen = open_screen(run)
+    for step in range(300, 360):
+        beat(run, step, slow_rank=2)
+        for heartbeat in read_rank_heartbeats(run.directory, 1):
+            heartbeat.replace(host=SCRIPT).write(run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json")
+        screen.dashboard.ranks.look(1)
+    screen.tick()
+    screen.settle()
+    assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")
+    assert SCRIPT in screen.text(".kit-alerts")
+    assert screen.page.evaluate(OWNED) == ["", 0, 0]
+
+
+def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path) -> None:
+    for name, html in pages(hostile_run(tmp_path)).items():
+        page = browser.new_page()
+        page.set_content(html)
+        page.wait_for_timeout(100)
+        assert page.evaluate(OWNED) == ["", 0, 0], name
+        assert "owned" in page.locator("body").inner_text() or name in ("plan", "job spec"), name
+        page.close()

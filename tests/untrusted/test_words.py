@@ -1,0 +1,185 @@
+"""Words of strangers - names, log lines, site files - are shown, and obeyed by no shell, terminal, browser or plot."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.job import JobSpec
+from cluster.record import ConfigError
+from cluster.render import scripts
+from cluster.scheduler import Slurm
+from cluster.site import Fact, Site
+from cluster.slurm_queries import client_environment
+from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
+from kit.launcher import launch
+from kit.metrics import Metrics
+from kit.monitor.live import view_html
+from kit.monitor.runs import compare_figure, runs_table
+from kit.monitor.text import status_table, watch
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+from kit.terminal import PlainConsole, plain
+from tests.monitor.recorded import dead_process, recorded_run, say
+from tests.untrusted.hostile import ESCAPES, MARKUP, SCRIPT
+
+# A site file ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["rocm&touch+canary", "rocm|sh", "a*[b]", "x=1"])
+def test_a_module_name_runs_nothing(tmp_path: Path, module: str) -> None:
+    base = Site.load("generic-gpu-slurm")
+    site = base.replace(slurm=Slurm(modules=(module.replace("touch+canary", "./touch-canary"),)))
+    job = JobSpec(name="r", run_dir=str(tmp_path), argv=("true",), num_processes=8)
+    script = scripts(job, site)["submit.sh"]
+    line = next(line for line in script.splitlines() if line.startswith("module load"))
+    (tmp_path / "touch-canary").write_text("#!/bin/sh\n: > canary\n")
+    (tmp_path / "touch-canary").chmod(0o755)
+    shell = 'module() { printf "%s\\n" "$@"; }; fail() { exit 9; }\n' + line
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["load", site.slurm.modules[0]], done.stderr  # type: ignore[union-attr]
+    assert not (tmp_path / "canary").exists()
+
+
+# A run directory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job_id", ["--me", "-u someone", "1 --all", "", "7;reboot", "$(reboot)", "1\n2"])
+def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, job_id: str) -> None:
+    state = {"state": "running", "attempt": 1, "scheduler_job": {"scheduler": "slurm", "id": job_id, "config": None}}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    assert read_state(tmp_path) is None
+
+
+def test_a_run_directory_cannot_bring_its_own_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm's configuration names libraries that its commands load: a stranger's must not be used by a mere look."""
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    (tmp_path / "job.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "etc"):
+        folder.mkdir(exist_ok=True)
+        config = folder / "slurm.conf"
+        config.write_text("PluginDir=/tmp/evil\n")
+        with pytest.raises(JobError, match="which somebody else may have written. If it is yours, export SLURM_CONF="):
+            client_environment(str(config))
+    (tmp_path / "job.json").unlink()
+    config = tmp_path / "slurm.conf"
+    assert client_environment(str(config))["SLURM_CONF"] == str(config)
+    config.chmod(0o666)
+    with pytest.raises(JobError, match="somebody else may have written"):
+        client_environment(str(config))
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    assert client_environment(str(config))["SLURM_CONF"] == str(config), "what the user exports is the user's"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["hf_" + "a" * 34, "ghp_" + "A1" * 18, "sk-proj-" + "x" * 40, "AKIAIOSFODNN7EXAMPLE", "http://me:hunter2@proxy:80"],
+)
+def test_a_secret_under_a_harmless_name_is_not_written(tmp_path: Path, value: str) -> None:
+    given = {"name": "r", "run_dir": str(tmp_path), "num_processes": 1}
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        JobSpec(**given, argv=("true",), environment={"PROXY": value})
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        JobSpec(**given, argv=("true", f"--login={value}"))
+    with pytest.raises(ConfigError, match="looks like a secret"):
+        Slurm(environment={"PROXY": value})
+
+
+def test_secrets_of_the_environment_stay_out_of_the_run_directory(
+    tmp_path: Path, spec, recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PIP_INDEX_URL"):
+        monkeypatch.setenv(name, "hunter2-sentinel")
+    plan = Plan(global_batch_size=2)
+    run = launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(num_steps=3, warmup_steps=1))
+    assert run.job.wait(120).state is JobState.DONE
+    files = [file for file in run.directory.rglob("*") if file.is_file()]
+    assert {"env.json", "job.json", "submit.sh"} <= {file.name for file in files}
+    assert [file for file in files if b"hunter2-sentinel" in file.read_bytes()] == []
+
+
+# A terminal -------------------------------------------------------------------------------------------------------
+
+
+def hostile_run(folder: Path) -> Run:
+    """A run whose name, state, host, alerts and log are attacks, as far as each can hold them."""
+    run = recorded_run(folder / SCRIPT.replace("/", "_"), steps=40)
+    attack = SCRIPT + ESCAPES + MARKUP
+    log_path(run.directory, 1, 0).write_text(attack + "\n")
+    report = ExitReport(attempt=1, rc=1, reason=attack, host=attack, time=1.0, failing_rank=0, log_tail=attack)
+    write_exit(run.directory, report)
+    alert = {"kind": "nan", "level": "error", "message": attack, "attempt": 1, "step": 5, "time": 1.0}
+    (run.directory / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
+    say(run, JobState.FAILED, step=40, process=dead_process().replace(host=attack))
+    state = read_state(run.directory)
+    assert state
+    state.replace(reason=attack).write(run.directory / "state.json")
+    for name, record in (("spec", run.spec.replace(name=attack)), ("recipe", run.recipe.replace(data=attack))):
+        record.write(run.directory / f"{name}.json")
+    fact = Fact(value=2e11, source=attack)
+    device = run.site.device.replace(name=attack, peak_flops_per_s={"fp32": fact})
+    run.site.replace(description=attack, device=device).write(run.directory / "site.json")
+    return Run.open(run.directory)
+
+
+def test_a_terminal_shows_escapes_and_obeys_none(tmp_path: Path) -> None:
+    run, out = hostile_run(tmp_path), io.StringIO()
+    console = PlainConsole(file=out, force_terminal=True, width=200, color_system="truecolor")
+    console.print(status_table(run, 200))
+    watch(run, console=console)
+    shown = out.getvalue()
+    assert "owned" in shown and "␛]0;" in shown and "[link=http://evil]" in shown
+    assert "\x1b]" not in shown and "\x1b[2J" not in shown and "\x9b" not in shown and "\u202e" not in shown
+
+
+def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
+    assert plain("a\ud800\x00b\nc\td") == "a\ufffd␀b\nc\td"
+    run = hostile_run(tmp_path)
+    command = [sys.executable, "-m", "kit", "logs", str(run.directory)]
+    raw = subprocess.run(command, capture_output=True).stdout
+    assert ESCAPES.encode() in raw, "a pipe gets what was printed"
+    terminal = subprocess.run(["script", "-qec", " ".join(map(repr, command)), "/dev/null"], capture_output=True)
+    if terminal.returncode == 0:
+        assert b"\x1b]0;owned" not in terminal.stdout and "␛]0;owned".encode() in terminal.stdout
+
+
+# A notebook -------------------------------------------------------------------------------------------------------
+
+
+def pages(run: Run) -> dict[str, str]:
+    """Returns the HTML that a notebook would show of a run, by what shows it."""
+    job = run.job
+    return {
+        "run": run._repr_html_(), "job": job._repr_html_(), "table": runs_table(run.directory.parent)._repr_html_(),
+        "spec": run.spec._repr_html_(), "plan": run.plan._repr_html_(), "site": run.site._repr_html_(),
+        "recipe": run.recipe._repr_html_(), "state": RunState.read(run.directory / "state.json")._repr_html_(),
+        "job spec": job.spec._repr_html_(), "view": view_html(run, {SCRIPT: 2.0}),
+    }  # fmt: skip
+
+
+def test_html_of_a_hostile_run_holds_no_element_of_its_own(tmp_path: Path) -> None:
+    for name, page in pages(hostile_run(tmp_path)).items():
+        assert "<script" not in page and "<img src=x" not in page, name
+
+
+def test_names_are_no_formulas_to_a_figure(tmp_path: Path) -> None:
+    first = recorded_run(tmp_path / "$\\frac{$", steps=20)
+    second = recorded_run(tmp_path / "_hidden$x^$", steps=20)
+    figure, table = compare_figure([first, second])
+    figure.savefig(io.BytesIO())
+    assert set(table) == {first.name, second.name}
+    drawn = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [text.strip() for text in drawn] == [first.name, second.name]
+
+
+def test_metrics_say_which_number_is_wrong_whatever_they_hold(tmp_path: Path) -> None:
+    rows = [{"step": 1, "attempt": 1, "tokens": 10**400, "step_time_s": 1e-300, "loss": 10**400}]
+    rows += [{"step": 2, "attempt": 1, "tokens": float("nan"), "step_time_s": None, "loss": "x"}]
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = Metrics.read(file, spec=ModelSpec.preset("demo"), plans={}, site=Site.load("laptop"))
+    assert metrics["tokens"].tolist() == [0] and metrics.skipped_lines == 1
