@@ -91,6 +91,7 @@ class RunState(Record):
     process: Process | None = field_doc("answers for the job: its supervisor", default=None)
     scheduler_job: SchedulerJob | None = field_doc("answers for the job where a scheduler runs it", default=None)
     reason: str = field_doc("one line for people", default="")
+    notice: str = field_doc("what the ranks want people to know while they go on", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,11 @@ import cluster
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
+from kit.checkpoint import Checkpoints
 from kit.engines import check_engine
 from kit.engines.neuron_config import job_environment
-from kit.errors import ConfigError, DataError, RunError
+from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.guard import check_guard
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -43,14 +45,13 @@ def launch(
     recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
     plan.check(spec)
     check_engine(plan)
+    check_guard(recipe, plan)
     check_data(spec, plan, recipe)
     run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.checkpoints.check_space(spec)
-    newest = max(run.checkpoints.steps(), default=None)
-    if newest is not None:
-        run.checkpoints.manifest(newest)
-        if newest >= recipe.num_steps:
-            raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
+    newest = _newest_whole(run.checkpoints)
+    if newest is not None and newest >= recipe.num_steps:
+        raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
     return submit(run, time_limit_s)
 
 
@@ -92,6 +93,23 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )
+
+
+def _newest_whole(checkpoints: Checkpoints) -> int | None:
+    """Returns the newest step whose files have their sizes (the job verifies what they hold), None if there is none.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    damaged = None
+    for step in reversed(checkpoints.steps()):
+        try:
+            return checkpoints.manifest(step).step
+        except CheckpointError as error:
+            damaged = damaged or error
+    if damaged:
+        raise damaged
+    return None
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
