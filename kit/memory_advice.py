@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need less, with numbers."""
     device = run.site.device.memory_bytes
-    on_cpu = run.site.scheduler == "local" and device is None
+    on_cpu = "CPU" in run.site.device.name
     now, *options = estimated(run.spec, run.plan, [{}, *changes(run.spec, run.plan)], reserved=not on_cpu)
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     limit = device.value if device is not None else None
@@ -57,7 +57,7 @@ def memory_advice(run: Run) -> str:
     need = f"Out of memory. Estimated need of a device: {now.used_bytes / 2**30:.2f} GiB{has}."
     if not fits:
         return f"{need} No change of micro-batch, recomputation or ZeRO stage fits: use more devices (`kit plan`)."
-    which = "would fit" if limit is not None else "need less"
+    which = "would fit" if limit is not None and now.used_bytes > limit else "need less"
     best = "; ".join(map(str, fits[:SHOWN]))
     return f"{need} These {which}: {best}. Resume with one of them: `kit resume {run.directory} {fits[0].settings}`."
 

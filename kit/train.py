@@ -60,6 +60,7 @@ class Trainer:
         self.dataset = run.dataset()
         self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
         self.step, self.consumed, self.step_time_s = 0, 0, 0.0
+        self.work_s: float | None = None
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
         if self.rank == 0:
             run.checkpoints.recover()
@@ -125,8 +126,12 @@ class Trainer:
     def _one_step(self) -> dict[str, Any]:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        loss, grad_norm = self.engine.train_step(self._batch(self.samples, self.consumed), learning_rate)
+        samples = self._batch(self.samples, self.consumed)
+        loaded, computing = time.perf_counter(), time.thread_time()
+        loss, grad_norm = self.engine.train_step(samples, learning_rate)
         self.step_time_s = time.perf_counter() - start
+        if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
+            self.work_s = loaded - start + time.thread_time() - computing
         self.step += 1
         self.consumed += self.plan.global_batch_size
         return {
@@ -193,7 +198,12 @@ class Trainer:
 
     def _say_alive(self) -> None:
         write_rank_heartbeat(
-            self.run.directory, self.rank, attempt=self.attempt, step=self.step, step_time_s=self.step_time_s
+            self.run.directory,
+            self.rank,
+            attempt=self.attempt,
+            step=self.step,
+            step_time_s=self.step_time_s,
+            work_s=self.work_s,
         )
 
     def _silent_ranks(self, for_s: float) -> list[int]:
