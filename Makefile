@@ -1,4 +1,4 @@
-# make demo | test | lab | gallery | bench | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | test | lab | gallery | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench clean
+.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults clean
 
 demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -51,6 +51,9 @@ gallery: .venv/demo-installed  ## run all notebooks and keep their pictures in n
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of the README
 	$(BIN)/python -m kit.bench
+
+faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
+	$(BIN)/python -m pytest -q tests/test_training_faults.py tests/cluster/test_faults.py --kills 100
 
 clean:  ## what can be made again; runs and data stay
 	rm -rf .venv build results

@@ -28,16 +28,25 @@ def claim_attempt(run_dir: Path) -> int:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
-        state, status = read_state(run_dir), read_status(run_dir)
-        scheduled = state is not None and state.scheduler_job is not None
-        # Out of reach: should it come back, it is fenced off.
-        beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
-        if not status.state.is_final and not beyond_reach:
-            raise JobError(
-                f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
-                f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
-            )
+        refuse_live(run_dir)
         return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
+
+
+def refuse_live(run_dir: Path) -> None:
+    """Returns nothing if no job is live in a run directory.
+
+    Raises:
+        JobError: one is.
+    """
+    state, status = read_state(run_dir), read_status(run_dir)
+    scheduled = state is not None and state.scheduler_job is not None
+    # Out of reach: should it come back, it is fenced off.
+    beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
+    if not status.state.is_final and not beyond_reach:
+        raise JobError(
+            f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
+            f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
+        )
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:

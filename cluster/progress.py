@@ -11,16 +11,25 @@ from cluster.state import JobState, read_history, read_state
 HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
 
 
-def why_hung(run_dir: Path) -> str | None:
-    """Returns since when a running job has taken no step, or None if it steps, or has not begun to."""
-    state = read_state(run_dir)
-    if state is None or state.state is not JobState.RUNNING or state.heartbeat is None:
-        return None
-    limit_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * (state.step_time_s or 0.0))
-    silent_s = time.time() - state.heartbeat
-    if silent_s <= limit_s:
-        return None
-    return f"no step for {silent_s:.0f} s after step {state.step}, though all nodes answer"
+class HangJudge:
+    """Notices a running job that takes no steps, by the clock of this process, which nobody can set."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, float] | None = None
+        self.since = time.monotonic()
+
+    def why_hung(self, run_dir: Path) -> str | None:
+        """Returns since when a running job has given no sign of life, or None if it does, or has not begun to."""
+        state = read_state(run_dir)
+        if state is None or state.state is not JobState.RUNNING or state.heartbeat is None:
+            self.seen = None
+            return None
+        if (state.attempt, state.heartbeat) != self.seen:
+            self.seen, self.since = (state.attempt, state.heartbeat), time.monotonic()
+        silent_s = time.monotonic() - self.since
+        if silent_s <= max(HUNG_AFTER_S, HUNG_AFTER_STEPS * (state.step_time_s or 0.0)):
+            return None
+        return f"no step for {silent_s:.0f} s after step {state.step}, though all nodes answer"
 
 
 def fruitless_starts(run_dir: Path, attempt: int) -> int:

@@ -33,7 +33,7 @@ from cluster.descendants import become_subreaper, kill_descendants
 from cluster.job import JobSpec
 from cluster.local_supervisor import CRASHES, Outcome, record, say
 from cluster.preflight import check_nodes
-from cluster.progress import fruitless_starts, has_ever_stepped, why_hung
+from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.rank import Failure
 from cluster.record import ConfigError
 from cluster.slurm import requeue_this
@@ -127,7 +127,7 @@ class Supervisor:
             board.close()
 
     def _watch(self, step: subprocess.Popen, board: Switchboard) -> Ending:  # noqa: C901 - one flat case per event
-        failed_at, early = None, None
+        failed_at, early, judge = None, None, HangJudge()
         while True:
             ready, _, _ = select.select([self.reader, board.socket], [], [], 1.0)
             signals = os.read(self.reader, 256) if self.reader in ready else b""
@@ -148,7 +148,7 @@ class Supervisor:
                 return self._lost(silent, board)
             if failed_at and time.monotonic() - failed_at > END_WAIT_S + self.spec.grace_s and not early:
                 return self._after(1)
-            if reason := why_hung(self.run_dir):
+            if reason := judge.why_hung(self.run_dir):
                 return Ending("restart", reason, rc=1)
 
     def _after(self, code: int) -> Ending:

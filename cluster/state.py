@@ -97,6 +97,7 @@ class RunState(Record):
     process: Process | None = field_doc("answers for the job: its supervisor", default=None)
     scheduler_job: SchedulerJob | None = field_doc("answers for the job where a scheduler runs it", default=None)
     reason: str = field_doc("one line for people", default="")
+    notice: str = field_doc("what the ranks want people to know while they go on", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ class RankHeartbeat(Record):
     time: float = field_doc("unix time of that step's end")
     step_time_s: float | None = field_doc("its duration", default=None)
     host: str | None = field_doc("where the rank runs", default=None)
+    work_s: float | None = field_doc("of that step: without the wait for other ranks, where it is known", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,10 +245,13 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
     return run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log"
 
 
-def write_rank_heartbeat(run_dir: Path, rank: int, *, attempt: int, step: int, step_time_s: float | None) -> None:
+def write_rank_heartbeat(
+    run_dir: Path, rank: int, *, attempt: int, step: int, step_time_s: float | None, work_s: float | None = None
+) -> None:
     """Writes a rank's heartbeat; each rank has its own file, so there is nothing to lock."""
     beat = RankHeartbeat(
-        rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s, host=os.uname().nodename
+        rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s, host=os.uname().nodename,
+        work_s=work_s,
     )  # fmt: skip
     beat.write(run_dir / "ranks" / f"rank_{rank:05d}.json")
 

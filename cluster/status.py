@@ -118,7 +118,8 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
     if age_s is not None and not saving and age_s > _stalled_after_s(state):
         return JobState.STALLED, f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s"
     doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
-    return state.state, f"{doing}; {seen}"
+    notice = f"; {state.notice}" if state.notice else ""
+    return state.state, f"{doing}; {seen}{notice}"
 
 
 def _stalled_after_s(state: RunState) -> float:

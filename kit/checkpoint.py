@@ -1,16 +1,19 @@
 """Checkpoints of a run: written in the background, complete only with their manifest, loaded into any layout.
 
 `checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a `manifest.json`. A checkpoint is
-written into `step_00000100.partial-<attempt>` and renamed when whole, so a name without suffix is always complete.
+written into `step_00000100.partial-<attempt>` and renamed when whole, so a name without suffix is always complete. One
+that was damaged later is found by its checksums before it is loaded, and kept as `step_00000100.damaged-<attempt>`.
 """
 
 import dataclasses
 import errno
+import json
 import os
 import re
 import shutil
 import time
 import warnings
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +26,12 @@ from kit.spec import ModelSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kit.checked_writer import CheckedWriter
+
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
+MANIFEST = "manifest.json"
+READ_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,10 +43,18 @@ class Manifest(Record):
     samples: int = field_doc("sequences consumed: the whole state of the data order")
     tokens: int = field_doc("tokens consumed")
     seed: int = field_doc("of the data order")
+    skipped: int = field_doc(
+        "of the steps: those whose update was dropped, so AdamW has done step - skipped", default=0
+    )
+    recent_losses: tuple[float, ...] = field_doc("what the next losses are judged by: `kit.guard`", default=())
     time: float = field_doc("unix seconds")
     spec: ModelSpec = field_doc("model")
     plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
     files: dict[str, int] = field_doc("bytes of each file")
+    checksums: dict[str, int] = field_doc(
+        "CRC-32 of each file, and of this manifest without it; empty: written before there were any",
+        default_factory=dict,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,7 +72,7 @@ class Checkpoints:
         """Returns the steps of all complete checkpoints, oldest first."""
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
         found = (int(match[1]) for match in matches if match)
-        return sorted(step for step in found if (self.path(step) / "manifest.json").exists())
+        return sorted(step for step in found if (self.path(step) / MANIFEST).exists())
 
     def newest(self) -> int:
         """Returns the step of the newest complete checkpoint.
@@ -83,8 +98,11 @@ class Checkpoints:
         """
         path = self.path(step)
         try:
-            manifest = Manifest.read(path / "manifest.json")
-        except ConfigError as error:
+            manifest = Manifest.read(path / MANIFEST)
+            sealed = manifest.checksums.get(MANIFEST)
+            if sealed is not None and sealed != _seal(json.loads((path / MANIFEST).read_text())):
+                raise ConfigError("its manifest has changed since it was written.")
+        except (ConfigError, UnicodeDecodeError) as error:
             have = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"No usable checkpoint of step {step}: {error} Complete steps: {have}.") from error
         for name, expected in manifest.files.items():
@@ -98,11 +116,36 @@ class Checkpoints:
                 )
         return manifest
 
+    def verify(self, step: int, *, part: int = 0, parts: int = 1) -> int:
+        """Reads one of `parts` shares of a checkpoint's files and returns its bytes, if they are as they were written.
+
+        Raises:
+            CheckpointError: as `manifest`, or the content of a file has changed.
+        """
+        manifest, path, read = self.manifest(step), self.path(step), 0
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name], name))
+        for name in by_size[part::parts]:
+            if name in manifest.checksums and checksum(path / name) != manifest.checksums[name]:
+                raise CheckpointError(
+                    f"{path / name} is damaged: its checksum is not that of its manifest. Restore the file, or move "
+                    f"{path} away to continue from an earlier checkpoint."
+                )
+            read += manifest.files[name]
+        return read
+
+    def set_aside(self, step: int, attempt: int) -> Path:
+        """Renames a damaged checkpoint, so that it does not count but can be looked at; returns where it is now."""
+        kept = self.path(step).with_suffix(f".damaged-{attempt}")
+        self.path(step).rename(kept)
+        return kept
+
     def load(self, step: int, state: "dict[str, Tensor]", *, spec: ModelSpec, distributed: bool) -> Manifest:
         """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
 
+        One process alone verifies the files first; several do so side by side: `kit.recovery.verify_together`.
+
         Raises:
-            CheckpointError: the checkpoint is incomplete or of another model.
+            CheckpointError: the checkpoint is incomplete, damaged, or of another model.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -116,6 +159,8 @@ class Checkpoints:
                 f"{self.path(step)} holds NxD's files, which engine 'neuron' alone resumes from. "
                 f"Run.load_model reads its weights."
             )
+        if not distributed:
+            self.verify(step)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
             try:
@@ -137,7 +182,8 @@ class Checkpoints:
     def complete(self, folder: Path, manifest: Manifest) -> None:
         """Makes a checkpoint whose files are written count, unless a newer attempt has taken over the run."""
         refuse_stale(self.directory.parent, manifest.attempt)  # a left-over must not replace newer work
-        manifest.write(folder / "manifest.json")
+        seal = {MANIFEST: _seal(manifest.to_dict())} if manifest.checksums else {}
+        manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
         """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps."""
@@ -154,7 +200,9 @@ class Checkpoints:
         """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts are deleted."""
         for folder in sorted(self.directory.glob("step_*.*")):
             final = folder.with_suffix("")
-            if (folder / "manifest.json").exists() and not final.exists() and folder.suffix != ".deleting":
+            if folder.suffix.startswith(".damaged"):
+                continue
+            if (folder / MANIFEST).exists() and not final.exists() and folder.suffix != ".deleting":
                 folder.rename(final)
             else:
                 shutil.rmtree(folder)
@@ -188,7 +236,7 @@ class CheckpointWriter:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.is_coordinator = dist.get_rank() == 0
         self.group: Any = dist.new_group(backend="gloo")
-        self.pending: tuple[Any, Path, dict] | None = None
+        self.pending: tuple[Any, CheckedWriter, dict] | None = None
 
     def start(self, state: "dict[str, Tensor]", facts: dict) -> None:
         """Copies `state` and begins to write it; returns as soon as training may change the tensors.
@@ -200,15 +248,17 @@ class CheckpointWriter:
         Raises:
             CheckpointError: this or the previous write failed; older checkpoints are intact.
         """
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        from kit.checked_writer import CheckedWriter
 
         self.finish()
         if self.is_coordinator:
             self.checkpoints.check_space(facts["spec"])
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        future = async_save(state, storage_writer=FileSystemWriter(partial), process_group=self.group)
-        self.pending = (future, partial, facts)
+        writer = CheckedWriter(partial)
+        future = async_save(state, storage_writer=writer, process_group=self.group)
+        self.pending = (future, writer, facts)
 
     def poll(self) -> None:
         """Completes the pending checkpoint if its files are written; never waits. Call it once a step."""
@@ -221,7 +271,7 @@ class CheckpointWriter:
 
         if self.pending is None:
             return
-        (future, partial, facts), self.pending = self.pending, None
+        (future, writer, facts), self.pending = self.pending, None
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # torch's derives from BaseException
@@ -231,11 +281,13 @@ class CheckpointWriter:
                 f"The checkpoint of step {facts['step']} could not be written: {_cause(error)} {kept}"
             ) from error
         if self.is_coordinator:
-            self._complete(partial, facts)
+            self._complete(Path(writer.path), writer.checksums, facts)
 
-    def _complete(self, partial: Path, facts: dict) -> None:
+    def _complete(self, partial: Path, checksums: dict[str, int], facts: dict) -> None:
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        self.checkpoints.complete(partial, Manifest(attempt=self.attempt, time=time.time(), files=files, **facts))
+        self.checkpoints.complete(
+            partial, Manifest(attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts)
+        )
         final = self.checkpoints.path(facts["step"])
         replaced = final.with_suffix(f".replaced-{self.attempt}")
         if final.exists():
@@ -244,6 +296,25 @@ class CheckpointWriter:
         if replaced.exists():
             shutil.rmtree(replaced)
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+
+
+def checksum(file: Path) -> int:
+    """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in a second.
+
+    Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in hardware), BLAKE2b 460.
+    It is meant for accidents, not for forgers.
+    """
+    value, buffer = 0, memoryview(bytearray(READ_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile
+    return value
+
+
+def _seal(manifest: dict[str, Any]) -> int:
+    """Returns the CRC-32 of a manifest's content but for itself."""
+    others = {name: value for name, value in manifest.get("checksums", {}).items() if name != MANIFEST}
+    return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 
 def _check_same_model(saved: ModelSpec, wanted: ModelSpec, path: Path) -> None:

@@ -1,15 +1,23 @@
 """launch: from spec, plan and recipe to a running job, after checking all that can be checked before it starts."""
 
+import contextlib
+import fcntl
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import cluster
+from cluster.attempts import refuse_live
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
+from kit.checkpoint import Checkpoints
 from kit.engines import check_engine
 from kit.engines.neuron_config import job_environment
-from kit.errors import ConfigError, DataError, RunError
+from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.guard import check_guard
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -43,15 +51,15 @@ def launch(
     recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
     plan.check(spec)
     check_engine(plan)
+    check_guard(recipe, plan)
     check_data(spec, plan, recipe)
-    run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-    run.checkpoints.check_space(spec)
-    newest = max(run.checkpoints.steps(), default=None)
-    if newest is not None:
-        run.checkpoints.manifest(newest)
-        if newest >= recipe.num_steps:
+    with _alone(Path(directory).expanduser().resolve()):
+        run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        run.checkpoints.check_space(spec)
+        newest = _newest_whole(run.checkpoints)
+        if newest is not None and newest >= recipe.num_steps:
             raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
-    return submit(run, time_limit_s)
+        return submit(run, time_limit_s)
 
 
 def resume(
@@ -92,6 +100,62 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Lets one launch at a time write to a run directory in which no job is live, so that it changes nobody's files.
+
+    Raises:
+        RunError: the directory cannot be written, or another launch is at it.
+        JobError: a job is live in it.
+    """
+    is_new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise RunError(f"{directory} cannot be written: {error.strerror}. Use another run directory.") from error
+    try:
+        with contextlib.suppress(OSError):  # where the file system has no locks, the attempt's owner decides
+            if not _lock(handle):
+                raise RunError(f"{directory} is being launched by another process. Attach to that run, or use another "
+                               f"run directory.")  # fmt: skip
+        if (directory / "state.json").exists():
+            refuse_live(directory)
+        yield
+    finally:
+        os.close(handle)
+        if is_new:
+            with contextlib.suppress(OSError):  # nothing was written: as if nobody had been here
+                directory.rmdir()
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _newest_whole(checkpoints: Checkpoints) -> int | None:
+    """Returns the newest step whose files have their sizes (the job verifies what they hold), None if there is none.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole.
+    """
+    damaged = None
+    for step in reversed(checkpoints.steps()):
+        try:
+            return checkpoints.manifest(step).step
+        except CheckpointError as error:
+            damaged = damaged or error
+    if damaged:
+        raise damaged
+    return None
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:

@@ -27,6 +27,15 @@ class Recipe(Record):
     validation_every: int | None = field_doc("steps between losses on held-out text", default=None)
     validation_sequences: int = field_doc("held-out sequences per validation", default=64)
     checkpoint_every: int | None = field_doc("steps between checkpoints (the last step always has one)", default=None)
+    on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
+        "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)", default="stop"
+    )
+    on_spike: Literal["ignore", "stop", "skip", "roll_back"] = field_doc(
+        "answer to a loss 12 median deviations above those before", default="ignore"
+    )
+    hung_after_s: float | None = field_doc(
+        "a rank whose step takes this long, and 10 x those before, ends the attempt (null: never)", default=40.0
+    )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
     keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)
 
@@ -34,7 +43,14 @@ class Recipe(Record):
         super().__post_init__()
         for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
-        for name in ("decay_steps", "gradient_clip", "validation_every", "checkpoint_every", "keep_every"):
+        for name in (
+            "decay_steps",
+            "gradient_clip",
+            "validation_every",
+            "checkpoint_every",
+            "keep_every",
+            "hung_after_s",
+        ):
             value = getattr(self, name)
             _require(name, value, value is None or value > 0, "a number above 0, or null")
         for name in ("beta1", "beta2"):

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kit.model import Decoder
 
 
+POLICY = ("on_nan", "on_spike", "hung_after_s")
+"""Fields of a recipe that may change when a run is resumed, beside num_steps: they do not change a step."""
+
+
 class Run:
     """One training run, as recorded in its directory. Make one with `create` or `open`."""
 
@@ -134,7 +138,7 @@ def _check_same_run(old: Run, spec: ModelSpec, recipe: Recipe) -> None:
     for name, new in (("spec", spec), ("recipe", recipe)):
         saved, wanted = getattr(old, name).to_dict(), new.to_dict()
         for key, value in wanted.items():
-            if saved[key] != value and (name, key) != ("recipe", "num_steps"):
+            if saved[key] != value and (name, key) != ("recipe", "num_steps") and key not in POLICY:
                 raise RunError(
                     f"{old.directory} is a run with {name}.{key} = {saved[key]!r}, not {value!r}. "
                     f"Use another directory, or resume it with its own {name}."

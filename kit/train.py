@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.record import ConfigError, write_atomic
-from cluster.state import JobError, JobState, take_request, update_state, write_rank_heartbeat
+from cluster.state import (
+    JobError,
+    JobState,
+    read_rank_heartbeats,
+    take_request,
+    update_state,
+    write_rank_heartbeat,
+)
 from kit.data import Samples
 from kit.engines import build_engine
 from kit.engines.checkpoints import engine_checkpoints
@@ -32,9 +39,12 @@ from kit.engines.deepspeed_config import deepspeed_config
 from kit.engines.neuron_compile import is_compile_phase, record_graphs
 from kit.engines.neuron_config import nxd_arguments
 from kit.errors import DataError, MissingPackageError, RunError
+from kit.memory_advice import is_out_of_memory, memory_advice
 from kit.metrics import MetricsWriter
 from kit.plan import EngineName
+from kit.recovery import Recovery
 from kit.run import Run
+from kit.watchdog import Watchdog
 
 HEARTBEAT_EVERY_S = 1.0
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -50,21 +60,28 @@ class Trainer:
         self.dataset = run.dataset()
         self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
         self.step, self.consumed, self.step_time_s = 0, 0, 0.0
+        self.work_s: float | None = None
+        self.recovery = Recovery(run, attempt=attempt, group=self.control)
         if self.rank == 0:
             run.checkpoints.recover()
         dist.barrier(self.control)
-        resume_from = max(run.checkpoints.steps(), default=None)
+        resume_from = self.recovery.newest_sound()
         self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
         self.checkpoints = engine_checkpoints(self.engine, run, attempt)
         if resume_from is not None:
             self._resume(resume_from)
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
-        self.last_beat = 0.0
+        self.recovery.watch(self.engine)
+        self.watchdog = Watchdog(
+            self.recipe.hung_after_s, rank=self.rank, alive=self._say_alive, silent_ranks=self._silent_ranks
+        )
+        self.last_beat = float("-inf")
         self.is_stopped = False
 
     def _resume(self, step: int) -> None:
         manifest = self.checkpoints.load(step)
         self.step, self.consumed = manifest.step, manifest.samples
+        self.recovery.take(manifest)
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
             print(f"resumed from step {step} (written on {saved} devices, now {now})", flush=True)
@@ -73,28 +90,48 @@ class Trainer:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
         while self.step < self.recipe.num_steps:
             row = self._one_step()
+            self._respond(row)
             last = self.step == self.recipe.num_steps
             stop, checkpoint = self._requests()
             if self._due(self.recipe.validation_every) or (last and self.recipe.validation_every):
-                row["validation_loss"] = self._validate()
+                with self.watchdog.paused():
+                    row["validation_loss"] = self._validate()
             if self.metrics is not None:
                 self.metrics.append(row)
             self._beat()
-            self.checkpoints.poll()
-            if last or stop or checkpoint or self._due(self.recipe.checkpoint_every):
-                self._checkpoint()
+            with self.watchdog.paused():
+                self.checkpoints.poll()
+                if last or stop or checkpoint or self._due(self.recipe.checkpoint_every):
+                    self._checkpoint()
             if stop and not last:
-                self.checkpoints.finish()
                 self.is_stopped = True
-                return f"stopped by request after step {self.step}; resume continues from there"
+                break
+        self.watchdog.close()
         self.checkpoints.finish()
+        if self.is_stopped:
+            return f"stopped by request after step {self.step}; resume continues from there"
         return f"finished {self.step} steps"
+
+    def _respond(self, row: dict[str, Any]) -> None:
+        """Answers a bad step as the recipe says; where that ends the run, the step is still in the metrics."""
+        self.watchdog.step_done(self.step, self.step_time_s)
+        try:
+            with self.watchdog.paused():
+                self.recovery.respond(row, self.checkpoints)
+        except RunError:
+            if self.metrics is not None:
+                self.metrics.append(row)
+            raise
 
     def _one_step(self) -> dict[str, Any]:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        loss, grad_norm = self.engine.train_step(self._batch(self.samples, self.consumed), learning_rate)
+        samples = self._batch(self.samples, self.consumed)
+        loaded, computing = time.perf_counter(), time.thread_time()
+        loss, grad_norm = self.engine.train_step(samples, learning_rate)
         self.step_time_s = time.perf_counter() - start
+        if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
+            self.work_s = loaded - start + time.thread_time() - computing
         self.step += 1
         self.consumed += self.plan.global_batch_size
         return {
@@ -135,28 +172,43 @@ class Trainer:
             "samples": self.consumed,
             "tokens": self.consumed * self.run.spec.sequence_length,
             "seed": self.recipe.seed,
+            "skipped": self.recovery.guard.skipped,
+            "recent_losses": self.recovery.guard.recent,
             "spec": self.run.spec,
             "plan": self.plan,
         }
         self.checkpoints.save(facts)
 
     def _beat(self) -> None:
-        now = time.time()
+        now = time.monotonic()  # a wall clock that is set back must not silence a run
         if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
             return
         self.last_beat = now
-        write_rank_heartbeat(
-            self.run.directory, self.rank, attempt=self.attempt, step=self.step, step_time_s=self.step_time_s
-        )
+        self._say_alive()
         if self.rank == 0:
             update_state(
                 self.run.directory,
                 attempt=self.attempt,
                 state=JobState.RUNNING,
                 step=self.step,
-                heartbeat=now,
+                heartbeat=time.time(),
                 step_time_s=self.step_time_s,
+                notice=self.recovery.notice,
             )
+
+    def _say_alive(self) -> None:
+        write_rank_heartbeat(
+            self.run.directory,
+            self.rank,
+            attempt=self.attempt,
+            step=self.step,
+            step_time_s=self.step_time_s,
+            work_s=self.work_s,
+        )
+
+    def _silent_ranks(self, for_s: float) -> list[int]:
+        beats = {beat.rank: beat.time for beat in read_rank_heartbeats(self.run.directory, self.attempt)}
+        return [r for r in range(self.plan.num_devices) if beats.get(r, 0.0) < max(beats.values(), default=0.0) - for_s]
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
@@ -194,9 +246,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = os.EX_CONFIG  # tells the supervisor that another try would end the same way
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         code = 1
+        if is_out_of_memory(error):
+            # Again the last word, and none that another try would change.
+            print(memory_advice(Run.open(directory)), file=sys.stderr, flush=True)
+            code = os.EX_CONFIG
     # Hard exit: leaving collectively would wait for ranks that have not failed.
     os._exit(code)
 

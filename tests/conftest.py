@@ -13,6 +13,10 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=5, help="how often a training run is killed (make faults: 100)")
+
+
 @pytest.fixture(scope="session")
 def llama_spec() -> ModelSpec:
     """A tiny Llama with grouped key/value heads."""

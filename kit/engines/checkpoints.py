@@ -52,7 +52,7 @@ class PortableCheckpoints:
 
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest."""
-        self.engine.restore_optimizer(step)
+        self.engine.restore_optimizer(step - self.run.checkpoints.manifest(step).skipped)
         manifest = self.run.checkpoints.load(step, self.engine.state_dict(), spec=self.run.spec, distributed=True)
         self.engine.after_load()
         return manifest

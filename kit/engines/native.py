@@ -4,6 +4,7 @@ Its interface is that of every engine: `kit.engines.Engine`.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ class NativeEngine:
     ) -> None:
         plan.check(spec, dist.get_world_size())
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        self.accepts: Callable[[float, float], bool] | None = None  # asked with loss and norm before each update
         self.mesh = build_mesh(plan, device.type)
         self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
         self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
@@ -72,6 +74,10 @@ class NativeEngine:
         norm = global_norm(self._counted_parameters(), self.pipeline_group)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
+        if self.accepts is not None:
+            mean_loss = self._mean_over_replicas(loss)
+            if not self.accepts(mean_loss, norm.item()):
+                return mean_loss, norm.item()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()

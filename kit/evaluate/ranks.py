@@ -7,10 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kit.errors import CheckpointError
 from kit.model import Decoder
 from kit.parallel.apply import build_decoders
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
+from kit.recovery import verify_together
 from kit.run import Run
 
 
@@ -44,6 +46,9 @@ def load_on_ranks(
     if tensor_parallel > 1:
         _gather_logits(decoder, mesh["tensor"])
     state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+    _, problems = verify_together(run.checkpoints, step)
+    if problems:
+        raise CheckpointError(problems[0])
     run.checkpoints.load(step, state, spec=run.spec, distributed=True)
     return decoder.eval(), data_axis(mesh, plan).get_group()
 

@@ -20,12 +20,13 @@ from cluster.job import JobStatus
 from cluster.record import ConfigError, Record, field_doc
 from cluster.state import JobState
 from kit.checkpoint import BYTES_PER_PARAM
+from kit.guard import SPIKE_MADS
 from kit.monitor.columns import Columns
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 
-SPIKE_MADS, SPIKE_WINDOW, SPIKE_BLOCK = 12.0, 300, 50
+SPIKE_WINDOW, SPIKE_BLOCK = 300, 50
 STALL_S, STALL_STEPS = 15.0, 5.0
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 STRAGGLER = 1.15
@@ -41,7 +42,9 @@ Level = Literal["warning", "error"]
 class Alert(Record):
     """One line for people, with where to look."""
 
-    kind: str = field_doc("nan, spike, stall, mfu, straggler, memory, disk, checkpoint or job")
+    kind: str = field_doc(
+        "nan, spike, stall, mfu, straggler, memory, disk, checkpoint or job; guard: what the trainer did"
+    )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")
     attempt: int = field_doc("of the run")

@@ -48,7 +48,8 @@ class RankTimes:
             return False
         column = np.full(self.num_ranks, np.nan, dtype=np.float32)
         for beat in beats:
-            column[beat.rank] = np.nan if beat.step_time_s is None else beat.step_time_s
+            own = beat.step_time_s if beat.work_s is None else beat.work_s  # a whole step includes waiting for the slow
+            column[beat.rank] = np.nan if own is None else own
             self.hosts[beat.rank] = beat.host
         with np.errstate(all="ignore"):
             column /= np.median(column[np.isfinite(column)]) if np.isfinite(column).any() else np.float32(np.nan)

@@ -5,15 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kit.data.dataset import Dataset
 from kit.data.samples import Samples
+from kit.guard import WINDOW, stands_out
 from kit.model import build_decoder
-from kit.monitor.alerts import SPIKE_MADS
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
@@ -26,8 +25,8 @@ BATCH, VALIDATION = 8, 32
 VALIDATE_EVERY = 10
 GARBLED = range(80, 86)
 """Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the spike."""
-SAVE_EVERY, WINDOW, PATIENCE = 20, 40, 3
-"""Steps between checkpoints; losses that a loss is compared with; spikes in a row until somebody acts."""
+SAVE_EVERY, PATIENCE = 20, 3
+"""Steps between checkpoints; spikes in a row until somebody acts."""
 LOWER = 0.3
 """Factor of the learning rate where that is the answer."""
 
@@ -188,15 +187,6 @@ def _answered(training: SmallTraining, steps: range, answer: Answer, losses: lis
         rows.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate, "stands_out": out,
                      "applied": applied, "validation_loss": validation})  # fmt: skip
     return rows
-
-
-def stands_out(loss: float, before: list[float]) -> bool:
-    """Returns whether a loss is a spike: above the median of those before by the rule of the kit's alerts."""
-    if len(before) < WINDOW:
-        return False
-    median = float(np.median(before))
-    deviation = max(float(np.median(np.abs(np.array(before) - median))), 1e-3 * median)
-    return not loss <= median + SPIKE_MADS * deviation
 
 
 def train_in(data: Dataset, recipe: Recipe, precision: Precision) -> list[dict[str, Any]]:

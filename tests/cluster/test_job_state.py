@@ -17,7 +17,7 @@ from cluster.beat import Line, Switchboard
 from cluster.job import Job, JobSpec, read_status
 from cluster.poll import Look, Poller
 from cluster.process import Process
-from cluster.progress import fruitless_starts, has_ever_stepped, why_hung
+from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
 from cluster.state import (
     ExitReport,
@@ -421,9 +421,14 @@ def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
     [("running", 890, None, False), ("running", 910, None, True), ("running", 910, 20.0, False),
      ("running", 2010, 20.0, True), ("starting", 5000, None, False)],
 )  # fmt: skip
-def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, state, age_s, step_time_s, hangs):
-    running(tmp_path, state=state, heartbeat=time.time() - age_s, step_time_s=step_time_s)
-    assert (why_hung(tmp_path) is not None) == hangs
+def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, monkeypatch, state, age_s, step_time_s, hangs):
+    running(tmp_path, state=state, heartbeat=time.time(), step_time_s=step_time_s)
+    judge, now = HangJudge(), time.monotonic()
+    assert judge.why_hung(tmp_path) is None
+    monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + age_s)
+    assert (judge.why_hung(tmp_path) is not None) == hangs
+    running(tmp_path, state=state, heartbeat=time.time() - 1e6, step_time_s=step_time_s)
+    assert judge.why_hung(tmp_path) is None, "a new beat is a sign of life, whatever the clock that it was written by"
 
 
 def test_beats_are_answered_and_strangers_are_not(monkeypatch):

@@ -1,0 +1,92 @@
+"""A watchdog in each rank: a step that never ends ends the attempt, so that a restart can begin.
+
+A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as long as those have
+patience (ten minutes and more). Time is counted in ticks of this process, so neither a stepped clock nor a process that
+was frozen and thawed as a whole looks like a hang. No torch.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+TICK_S = 0.5
+STEPS, REMEMBERED = 10, 20
+"""A step may take this many times the longest of so many before it, however short the limit."""
+OTHERS_WAIT_S = 5.0
+"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself."""
+
+
+class Watchdog:
+    """Watches the steps of this rank from a thread of its own.
+
+    Args:
+        limit_s: seconds without a step, at least; None: never.
+        rank: of this process.
+        alive: called while a step is late: says that this process still answers.
+        silent_ranks: returns those that did not say so lately, given the seconds.
+    """
+
+    def __init__(
+        self,
+        limit_s: float | None,
+        *,
+        rank: int,
+        alive: Callable[[], None],
+        silent_ranks: Callable[[float], list[int]],
+    ) -> None:
+        self.limit_s, self.rank, self.alive, self.silent_ranks = limit_s, rank, alive, silent_ranks
+        self.times: deque[float] = deque(maxlen=REMEMBERED)
+        self.silent_s, self.step, self.is_paused = 0.0, 0, False
+        self.ended = threading.Event()
+        if limit_s is not None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def step_done(self, step: int, step_time_s: float) -> None:
+        """Begins to wait for the next step; the first, which may compile, is not waited for."""
+        self.times.append(step_time_s)
+        self.step, self.silent_s = step, 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this lasts nothing is late: a validation may compile, a checkpoint may wait for its disk."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.silent_s, self.is_paused = 0.0, False
+
+    def close(self) -> None:
+        """Ends the watch."""
+        self.ended.set()
+
+    def _watch(self) -> None:
+        began = time.monotonic()
+        while not self.ended.wait(TICK_S):
+            now = time.monotonic()
+            self.silent_s += min(now - began, 2 * TICK_S)
+            began = now
+            if self.is_paused or not self.times or self.limit_s is None:
+                self.silent_s = 0.0
+                continue
+            limit_s = max(self.limit_s, STEPS * max(self.times))
+            if self.silent_s > limit_s / 2:
+                with contextlib.suppress(OSError):
+                    self.alive()
+            if self.silent_s > limit_s + (OTHERS_WAIT_S if self.rank else 0):
+                self._end(limit_s)
+
+    def _end(self, limit_s: float) -> None:
+        silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
+        named = ", ".join(map(str, silent[:8])) + (" ..." if len(silent) > 8 else "")
+        who = (
+            f"rank {named} no longer answers" if silent else "all ranks answer; the stacks in logs/ say where they wait"
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        # The last line of the log is what the supervisor gives as the reason.
+        print(f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.", file=sys.stderr, flush=True)
+        os._exit(1)

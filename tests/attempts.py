@@ -1,0 +1,116 @@
+"""Attempts of a run whose ranks are forked from this process: the real trainer, without the wait for `import torch`."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cluster.state import JobState, log_path, update_state
+from kit.run import Run
+from kit.train import main
+
+PATIENCE_S = 120.0
+
+
+class Attempt:
+    """One attempt of a run: a process for each device of its plan.
+
+    Args:
+        run: prepared, not necessarily new.
+        number: of the attempt.
+        sabotage: called in each rank with its number before the trainer starts.
+    """
+
+    def __init__(self, run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None) -> None:
+        self.run, self.number, self.started = run, number, time.monotonic()
+        (run.directory / "logs").mkdir(exist_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.codes: dict[int, int] = {}
+        update_state(run.directory, attempt=number, state=JobState.STARTING)  # as a supervisor does
+        self.pids = [self._fork(rank, port, sabotage) for rank in range(run.plan.num_devices)]
+
+    def _fork(self, rank: int, port: int, sabotage: Callable[[int], None] | None) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            log = os.open(log_path(self.run.directory, self.number, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            size = str(self.run.plan.num_devices)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size,
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), KIT_ATTEMPT=str(self.number))  # fmt: skip
+            torch.set_num_threads(1)
+            if sabotage:
+                sabotage(rank)
+            code = main(["--run", str(self.run.directory)])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def is_over(self) -> bool:
+        """Whether all ranks have ended, by now."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) == len(self.pids)
+
+    def wait(self) -> list[int]:
+        """Returns the exit code of each rank."""
+        while not self.is_over():
+            if time.monotonic() - self.started > PATIENCE_S:
+                self.kill()
+                raise AssertionError(f"attempt {self.number} did not end:\n{self.log()}")
+            time.sleep(0.002)
+        return [self.codes[rank] for rank in range(len(self.pids))]
+
+    def kill(self) -> None:
+        """SIGKILL to all ranks."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.codes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        while not self.is_over():
+            time.sleep(0.001)
+
+    def log(self, rank: int = 0) -> str:
+        """Returns what a rank has said."""
+        file = log_path(self.run.directory, self.number, rank)
+        return file.read_text() if file.exists() else ""
+
+    def resumed_from(self) -> int | None:
+        """Returns the step that it went on from, None if it did not get so far."""
+        match = re.search(r"resumed from step (\d+)", self.log())
+        return int(match[1]) if match else None
+
+
+def finished(run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None) -> Attempt:
+    """Returns an attempt that has ended well."""
+    attempt = Attempt(run, number, sabotage)
+    codes = attempt.wait()
+    assert codes == [0] * len(codes), attempt.log()
+    return attempt
+
+
+def size_of(file: Path) -> int:
+    """Returns the bytes of a file, 0 if there is none."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
