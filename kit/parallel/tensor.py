@@ -41,13 +41,16 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         else:
             styles[name] = ColwiseParallel()
     styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
+    # One input for all column-split matrices that read it, so that their gradients of it are added up only once.
+    styles |= {
+        "attention": PrepareModuleInput(input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)),
+        "feed_forward": PrepareModuleInput(input_layouts=(between_blocks,), desired_input_layouts=(Replicate(),)),
+    }
     if sequence_parallel:
         styles |= {
             "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=T_AXIS),
             "attention_norm": SequenceParallel(),
-            "attention": PrepareModuleInput(input_layouts=(T_AXIS, None), desired_input_layouts=(Replicate(), None)),
             "feed_forward_norm": SequenceParallel(),
-            "feed_forward": PrepareModuleInput(input_layouts=(T_AXIS,), desired_input_layouts=(Replicate(),)),
             "norm": SequenceParallel(),
         }
     for module in (decoder, *decoder.layers.values()):
