@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cluster.site import Site
 from kit.estimate.objectives import plan_of
+from kit.monitor.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, objective, study
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -37,6 +38,31 @@ def cluster_run(directory: Path, hfu: float = 0.35) -> Run:
                 recompute="full", precision="bf16")  # fmt: skip
     rate = hfu * 191.5e12 * 128 / spec.hardware_flops_per_token("full")
     return record(directory, spec, plan, Site.load("frontier"), rate)
+
+
+MEGATRON = {
+    "fp16": True, "checkpoint_activations": True, "hidden_size": 12288, "ffn_hidden_size": 49152, "num_layers": 96,
+    "num_attention_heads": 96, "seq_length": 2048, "micro_batch_size": 1, "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 16, "world_size": 256, "zero_stage": 1, "log_interval": 1, "lr": 6e-05,
+}  # fmt: skip
+"""Arguments as Megatron-DeepSpeed prints them, 175B on 256 GCDs."""
+
+
+def imported_run(directory: Path, seconds: float = 220.0) -> Run:
+    """Returns the run directory that `kit import` makes of a Megatron-DeepSpeed log: 175B on 256 GCDs of Frontier."""
+    lines = ["------------------------ arguments ------------------------"]
+    lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in MEGATRON.items()]
+    lines += ["-------------------- end of arguments ---------------------",
+              " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)"]  # fmt: skip
+    lines += [
+        f" iteration {step:8d}/{STEPS:8d} | consumed samples: {step * 1280:12d} | elapsed time per iteration (s): "
+        f"{seconds:.2f} | learning rate: 6.000E-05 | global batch size:  1280 | lm loss: 6.0E+00 | grad norm: 1.0 |"
+        for step in range(1, STEPS + 1)
+    ]
+    log = directory.parent / "train.log"
+    log.write_text("\n".join([*lines, "[after training is done]", ""]))
+    import_log(log, directory, format="megatron", site=Site.load("frontier"))
+    return Run.open(directory)
 
 
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
