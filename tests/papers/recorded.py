@@ -65,6 +65,20 @@ def imported_run(directory: Path, seconds: float = 220.0) -> Run:
     return Run.open(directory)
 
 
+def imported_trn1(directory: Path, seconds: int = 11) -> Run:
+    """Returns the run directory that `kit import` makes of a log of HLAT's own scripts: 7B on 16 nodes of trn1."""
+    log = directory.parent / "hlat.log"
+    log.write_text("".join(
+        f"[0]:LOG Wed Dec 21 00:{seconds * step // 60:02d}:{seconds * step % 60:02d} 2022 - (0, {step}) step_loss : "
+        f"{11.25 - step / 10:.4f} learning_rate : {1.5e-7 * step:.2e} throughput : 93.1 grad-norm : 3.25\n"
+        for step in range(1, STEPS + 1)
+    ))  # fmt: skip
+    plan = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 64, "global_batch_size": 1024}
+    import_log(log, directory, format="nxdt", site=Site.load("trn1.32xlarge"), spec=ModelSpec.preset("hlat-7b"),
+               changes={"plan": plan, "recipe": {"num_steps": STEPS}})  # fmt: skip
+    return Run.open(directory)
+
+
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
     """Records the demo-scale study: tokens/s by (tensor, pipeline, micro-batches); default 1,000 per process."""
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)

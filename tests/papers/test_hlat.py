@@ -32,7 +32,7 @@ from kit.papers.hlat_training import last_losses, worst_after
 from kit.papers.panels import caption
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.papers.recorded import record
+from tests.papers.recorded import imported_trn1, record
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
@@ -118,6 +118,20 @@ def test_own_runs_appear(runs: list[Path]) -> None:
     _, scores = paper_figure("hlat-scores-7b").draw(runs)
     assert values(scores, scale="cluster", panel="reading")[0]["y"] == 60, "in the panel of its column"
     assert [row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")] == pytest.approx([54, 58])
+
+
+def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
+    own = [imported_trn1(tmp_path / "my-log").directory]
+    [cost] = values(paper_figure("hlat-cost").draw(own)[1], layer="measured")
+    [rate] = values(paper_figure("hlat-throughput").draw(own)[1], layer="measured")
+    assert rate["y"] == pytest.approx(1024 * 4096 / 11 / 16) and cost["x"] == 16
+    assert cost["y"] * rate["y"] == pytest.approx(100 * 21.5 / 3600 * 4e6 / np.median(cost_draws(P4D, "7B")[1][:, 0]))
+    loss = values(paper_figure("hlat-loss").draw(own)[1], series="my-log", scale="cluster")
+    assert [row["y"] for row in loss[:2]] == [11.15, 11.05]
+    assert values(paper_figure("hlat-learning-rate").draw(own)[1], series="my-log", scale="cluster")
+    for name in TABLES:
+        assert "my-log" in paper_figure(name).draw(own)[1][0]
+    assert paper_figure("hlat-sequence-length").draw(own)[1][0]["model"] == "my-log"
 
 
 def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list[Path]) -> None:
