@@ -1,27 +1,13 @@
 """Figures that explain an idea, for notebooks. Each returns a matplotlib figure and, where it shows data, its table."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kit.evaluate.report import EvalReport
-from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
 from kit.spec import FlopBasis, ModelSpec
-
-Rows = list[dict[str, Any]]
-
-
-@contextlib.contextmanager
-def figure_style() -> Iterator[Any]:
-    """Gives `matplotlib.pyplot` in the kit's style, and closes what was drawn: a cell shows it once, as its value."""
-    from matplotlib import pyplot as plt
-
-    with plt.style.context(str(files("kit") / "kit.mplstyle")):
-        yield plt
-        plt.close("all")
+from kit.style import BLUE, GREEN, GREY, VERMILION, Rows, figure_style
 
 
 def tensor_split_picture() -> Any:

@@ -1,36 +1,48 @@
-"""Commands on the figures of papers: their list; `kit figure NAME` draws one."""
+"""Commands on the figures of papers: their list, or all of them as files; `kit figure NAME` draws one."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from cluster.record import write_atomic
+from cluster.record import ConfigError
 from kit.commands.options import JsonOption, console
-from kit.papers import FIGURES, paper_figure
+from kit.papers import FIGURES, paper_figure, save_all
 
 app = typer.Typer()
 
 
 @app.command()
-def figures(as_json: JsonOption = False) -> None:
-    """List the figures of papers that `kit figure NAME` draws."""
+def figures(
+    out: Annotated[Path | None, typer.Option(help="draw them all into this folder, as SVG, PNG and CSV")] = None,
+    own: Annotated[list[Path] | None, typer.Option("--run", help="your runs, added to what is drawn")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the figures of papers that `kit figure NAME` draws, or draw all of them (--out FOLDER)."""
+    if out is not None:
+        for name, problem in save_all(FIGURES, out, own or ()).items():
+            console().print(f"[yellow]{name} is not drawn:[/] {problem}" if problem else str(out / name))
+        return
+    if own:
+        raise ConfigError("--run: a list has no use for runs. Name a folder for the figures too: --out FOLDER.")
     if as_json:
         print(json.dumps({name: figure.title for name, figure in FIGURES.items()}))
         return
     table = Table(title="kit figure NAME", title_justify="left", show_header=False)
     for name, figure in FIGURES.items():
-        table.add_row(name, figure.title)
+        table.add_row(name, figure.paper, figure.title)
     console().print(table)
 
 
 def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json: bool) -> None:
-    """Draws a figure of a paper to a file (default: NAME.png here), its table to NAME.json beside it."""
+    """Draws a figure of a paper to a file (default: NAME.png here), and writes its table to a .csv beside it."""
+    from kit.style import save_figure
+
     drawn, rows = paper_figure(name).draw(runs)
     file = out or Path(f"{name}.png")
-    drawn.savefig(file, bbox_inches="tight")
+    save_figure(drawn, rows, [file, file.with_suffix(".csv")])
     known = [{name: None if value != value else value for name, value in row.items()} for row in rows]  # NaN: no JSON
-    write_atomic(file.with_suffix(".json"), json.dumps(known, indent=1) + "\n")
     print(json.dumps(known) if as_json else file)

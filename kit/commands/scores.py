@@ -20,7 +20,7 @@ def evaluate(
     run: Annotated[str, typer.Argument(help="run directory, or `data` to fetch the benchmarks", metavar="RUN|data")],
     step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
     tasks: Annotated[str, typer.Option(help="comma-separated")] = "heldout,piqa,arc_easy",
-    suite: Annotated[str | None, typer.Option(help="hlat or smoke, in place of --tasks")] = None,
+    suite: Annotated[str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")] = None,
     limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part: never a result")] = None,
     follow: Annotated[bool, typer.Option("--follow", help="score each new checkpoint until the job ends")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="with --follow: each as a job of the run's site")] = False,

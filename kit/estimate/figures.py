@@ -9,8 +9,7 @@ from kit.errors import ConfigError
 from kit.estimate.layouts import Array
 from kit.estimate.memory import TERMS, StageMemory
 from kit.estimate.search import Search
-from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
-from kit.pictures import Rows, figure_style
+from kit.style import BLUE, GREEN, GREY, VERMILION, Rows, figure_style
 
 MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
 TIME_COLOURS = {

@@ -11,8 +11,7 @@ import numpy as np
 from kit.errors import MissingPackageError
 from kit.estimate.layouts import Array
 from kit.estimate.tune import Trials
-from kit.monitor.figure import GREY
-from kit.pictures import Rows, figure_style
+from kit.style import GREY, Rows, figure_style
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

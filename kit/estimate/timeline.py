@@ -6,8 +6,7 @@ import numpy as np
 
 from kit.estimate.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Array
 from kit.estimate.schedule import Simulation
-from kit.monitor.figure import BLUE, GREEN, VERMILION
-from kit.pictures import Rows, figure_style
+from kit.style import BLUE, GREEN, VERMILION, Rows, figure_style
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
 NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward",

@@ -17,8 +17,7 @@ from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.layouts import Array
-from kit.monitor.figure import BLUE, GREY, VERMILION
-from kit.pictures import Rows, figure_style
+from kit.style import BLUE, GREY, VERMILION, Rows, figure_style
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]

@@ -1,7 +1,6 @@
 """The static figure of a run: loss with held-out points, MFU (tokens/s where the peak is unknown), and its scores."""
 
 import math
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
+from kit.style import BLUE, GREEN, GREY, VERMILION, figure_style
 
 EMA_STEPS = 5
-BLUE, VERMILION, GREEN, GREY = "#0072B2", "#B34D00", "#007A5A", "#666666"
-"""Written out, since a cycle's C0, C1 are looked up when the figure is saved, outside its style."""
 
 
 def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
@@ -27,13 +25,11 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
         run: with at least no steps; an empty run gives an empty figure.
         baselines: losses in nats per token drawn as dashed lines with their name.
     """
-    from matplotlib import pyplot as plt
-
     metrics = run.metrics()
     table = _table(metrics)
     accuracies = [curve for curve in eval_curve(run) if np.isfinite(curve.chance)]
     widths = [3, 2, 2.4] if accuracies else [3, 2]
-    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+    with figure_style() as plt:
         figure, (left, right, *third) = plt.subplots(1, len(widths), gridspec_kw={"width_ratios": widths})
         for axis in third:
             figure.set_figwidth(1.35 * figure.get_figwidth())
@@ -43,7 +39,6 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
-    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
     return figure, table
 
 

@@ -6,7 +6,6 @@ Only the end of each `metrics.jsonl` is read, so that a table of long runs is as
 import dataclasses
 import html
 import os
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from kit.metrics import median
 from kit.monitor.figure import smooth
 from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
+from kit.style import HUES, figure_style
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20
 TAIL_BYTES = 64 << 10
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
-COLOURS = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78")
 DASHES = ("solid", (0, (5, 2)))
-"""Four colours that hold 5 : 1 on white, twice: runs are told apart by colour and dash, and named at their end."""
+"""Each of the four hues, twice: runs are told apart by colour and dash, and named at their end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,8 +137,6 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         RunError: no run or more than eight, or two of one name.
         ConfigError: a utilisation above the peak.
     """
-    from matplotlib import pyplot as plt
-
     if not 1 <= len(runs) <= MAX_COMPARED:
         raise RunError(f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare.")
     labels = _labels(runs)
@@ -154,20 +151,19 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         for label, metrics, value in zip(labels, found, values, strict=True)
     }
     # The names are people's own: a dollar in them begins no formula, and an underscore hides no run from the legend.
-    with plt.style.context([str(files("kit") / "kit.mplstyle"), {"text.parse_math": False}]):
+    with figure_style() as plt, plt.rc_context({"text.parse_math": False}):
         figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
         left.set_title("Loss, nats per token (average of ~5 steps)")
         right.set_title("MFU, % of peak" if speed == "mfu" else "Tokens/s (no MFU: a peak is unknown)")
         for i, (label, columns) in enumerate(table.items()):
             shown = f" {label}" if label.startswith("_") else label
-            style = {"color": COLOURS[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
+            style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], smooth(columns["loss"]), label=shown, **style)
             right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)))
-    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
     return figure, table
 
 

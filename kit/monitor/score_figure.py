@@ -1,6 +1,5 @@
 """Scores against training tokens, with their standard errors."""
 
-from importlib.resources import files
 from typing import Any
 
 import numpy as np
@@ -8,8 +7,9 @@ import numpy as np
 from kit.errors import RunError
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.run import Run
+from kit.style import GREY, HUES, figure_style
 
-COLOURS = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#666666")
+COLOURS = (*HUES, GREY)
 MARKERS = ("o", "s", "^", "D", "v")
 
 
@@ -23,17 +23,14 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     Raises:
         RunError: no checkpoint of the run has been scored.
     """
-    from matplotlib import pyplot as plt
-
     curves = eval_curve(run)
     if not curves:
         raise RunError(f"{run.directory} has no scores yet. Make some: `kit eval {run.directory}`.")
     panels = [group for group in (_accuracies(curves), _others(curves)) if group]
-    with plt.style.context(str(files("kit") / "kit.mplstyle")):
+    with figure_style() as plt:
         figure, axes = plt.subplots(1, len(panels), squeeze=False)
         for axis, group in zip(axes[0], panels, strict=True):
             draw_scores(axis, group)
-    plt.close(figure)  # shown as the value of a cell, not a second time by the inline backend
     return figure, [row for curve in curves for row in _rows(curve)]
 
 

@@ -22,6 +22,7 @@ from kit.monitor.bundle import source
 from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
+from kit.style import BLUE, GREEN, GREY
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -222,9 +223,9 @@ def snapshot(dashboard: Dashboard) -> Any:
         _draw_pane(pane, titles[name], x, rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1), number)
     for name, level in dashboard.levels.items():
         pane = figure.axes[0]
-        pane.axhline(level, color="#666666", linestyle="--", linewidth=1)
+        pane.axhline(level, color=GREY, linestyle="--", linewidth=1)
         pane.annotate(f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize=7, color="#666666")  # fmt: skip
+                      fontsize=7, color=GREY)  # fmt: skip
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
     title = f"{dashboard.run.name}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=9, x=0.01, ha="left", parse_math=False)
@@ -232,7 +233,7 @@ def snapshot(dashboard: Dashboard) -> Any:
 
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
-    colour = ("#0072B2", "#007A5A")[number]
+    colour = (BLUE, GREEN)[number]
     pane.fill_between(x, rows[0], rows[1], color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, rows[2], color=colour, linewidth=1.6)
     pane.set_title(title, fontsize=9, loc="left")

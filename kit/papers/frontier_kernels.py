@@ -9,7 +9,6 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.figures import plain_ticks
-from kit.monitor.figure import GREEN, GREY
 from kit.papers.frontier_demo import ATTENTION
 from kit.papers.frontier_model import (
     MODELS,
@@ -26,9 +25,9 @@ from kit.papers.frontier_scaling import recipe_plan
 from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
-from kit.pictures import Rows, figure_style
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.style import GREEN, GREY, Rows, figure_style
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_PER_STEP = 640 * 2048

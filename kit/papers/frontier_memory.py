@@ -13,9 +13,9 @@ from kit.estimate.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
 from kit.papers.layers import Layer, Runs, measured, table
 from kit.papers.panels import draw, finish
-from kit.pictures import Rows, figure_style
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.style import Rows, figure_style
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 NO_MOMENTS = Convention(
@@ -78,8 +78,9 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             axis.set_title(title)
             axis.set_ylim(0, 1.35 * max(float(layer.y.max()) for layer in layers))
             axis.legend(loc="upper right", fontsize=7)
-        axes[0].set(xlabel="pipeline stage, Frontier", ylabel="GiB on a GCD")
-        axes[1].set(xlabel="pipeline stage, Frontier")
+        axes[0].set_ylabel("GiB on a GCD")
+        for axis in axes[:2]:
+            axis.set(xlabel="pipeline stage, Frontier", xticks=range(0, 16, 3))
         axes[2].set(xlabel="replicas, last stage", xscale="log")
         axes[2].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
         axes[2].minorticks_off()

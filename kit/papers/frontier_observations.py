@@ -9,8 +9,8 @@ from kit.papers.frontier_throughput import ALONE, MODEL, STAGES, microbatch_plan
 from kit.papers.layers import Layer, Runs, measured, opened, tokens_per_s_and_device
 from kit.papers.panels import finish, table_figure
 from kit.papers.relations import Relation
-from kit.pictures import Rows, figure_style
 from kit.spec import ModelSpec
+from kit.style import Rows, figure_style
 
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 

@@ -13,9 +13,9 @@ from kit.papers.frontier_model import MODELS, calibration, facts, layouts_of, mi
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
 from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
 from kit.papers.panels import draw, finish, table_figure
-from kit.pictures import Rows, figure_style
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
+from kit.style import Rows, figure_style
 
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.layouts import Array, Layouts
-from kit.monitor.figure import GREY
 from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_memory import LUMI_MODEL
 from kit.papers.frontier_model import (
@@ -21,10 +20,10 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import Layer, Runs, hfu_percent, measured, table, tokens_per_s_and_device
 from kit.papers.panels import draw, finish
-from kit.pictures import Rows, figure_style
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
+from kit.style import GREY, Rows, figure_style
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 STRONG_BATCH = 8064

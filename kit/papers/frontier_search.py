@@ -15,13 +15,12 @@ from kit.estimate.out_of_memory import RESERVE
 from kit.estimate.search import Machine
 from kit.estimate.sensitivity import sensitivity
 from kit.estimate.tune import Trials, tune
-from kit.monitor.figure import BLUE, VERMILION
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
-from kit.pictures import Rows, figure_style
 from kit.spec import FlopBasis, ModelSpec
+from kit.style import BLUE, VERMILION, Rows, figure_style
 
 NUM_TRIALS = 60
 SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
@@ -67,7 +66,7 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns how much each parameter mattered in those searches (mean size of its Shapley value), and the table."""
     panels = {f"{name}: TFLOP/s per GCD": [_importance(name)] for name in SPACES}
     for folder, trials in demo_searches(runs).items():
-        panels[f"{folder.name}, real runs: tokens/s"] = [_demo_importance(trials, demo_source([folder]))]
+        panels[f"{folder.name}: tokens/s"] = [_demo_importance(trials, demo_source([folder]))]
     with figure_style() as plt:
         figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.4 * len(panels)), 2.9), squeeze=False)
         for axis, (title, [layer]) in zip(axes[0], panels.items(), strict=True):
@@ -140,6 +139,7 @@ def _layout(name: str, parameters: dict[str, Any]) -> Layouts:
     return layouts_of(ModelSpec.preset(SPACES[name][0]), [plan], gradient_bytes=4.0)
 
 
+@lru_cache(maxsize=4)
 def _importance(name: str) -> Layer:
     trials, grid = _search(name)
     return _importance_layer("modelled", name, sensitivity(trials, grid).importance, _unit(name), model_error())
@@ -175,7 +175,7 @@ def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> Non
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0)
     axis.set_ylim(0, 1.3 * float(np.nanmax([np.nanmax(best.y), np.nan_to_num(best.high).max()])))
-    axis.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none")
+    axis.legend(loc="upper right", ncols=2)
     failed = np.isnan(trials.values)
     below.vlines(dots.x[failed], 0, 1, color=VERMILION, linewidth=1.2)
     below.set(yticks=[], ylim=(0, 1), xlabel=f"trial; marks: {failed.sum()} of {len(failed)} failed",

@@ -18,9 +18,9 @@ from kit.papers.frontier_model import (
 from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_device
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
-from kit.pictures import Rows, figure_style
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.style import Rows, figure_style
 
 MODEL = "gpt-22b"
 TENSOR = (1, 2, 4, 8, 16)

@@ -8,7 +8,6 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.figures import plain_ticks
-from kit.monitor.figure import GREY, VERMILION
 from kit.papers.hlat_model import (
     BATCH,
     MAX_RISK,
@@ -33,10 +32,10 @@ from kit.papers.hlat_model import (
 from kit.papers.layers import Fact, Layer, Runs, measured, table
 from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
-from kit.pictures import Rows, figure_style
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.style import GREY, VERMILION, Rows, figure_style
 
 Array = np.ndarray
 SHORT = {TRN1: "trn1", P4D: "p4d"}

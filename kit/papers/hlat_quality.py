@@ -10,8 +10,8 @@ from kit.evaluate.report import EvalReport
 from kit.monitor.scores import eval_reports
 from kit.papers.layers import Layer, Runs, opened, scale_of
 from kit.papers.panels import finish, table_figure
-from kit.pictures import Rows, figure_style
 from kit.run import Run
+from kit.style import Rows, figure_style
 
 SHORT = {
     "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",
@@ -28,7 +28,7 @@ CAPTION = 0.9
 def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns Table I, the models compared and their sequence lengths, with those of your runs; and its rows."""
     own = [
-        {"made": _made(run), "model": run.name, "size": f"{run.spec.num_params / 1e9:.2g}B",
+        {"made": _made(run), "model": run.name, "size": _size(run.spec.num_params),
          "sequence_length": str(run.spec.sequence_length)} for run in opened(runs)
     ]  # fmt: skip
     return _table("I", own, "")
@@ -75,6 +75,10 @@ def reports(runs: Runs) -> list[tuple[EvalReport, str]]:
     return found
 
 
+def _size(num_params: int) -> str:
+    return f"{num_params / 1e9:.3g}B" if num_params >= 1e9 else f"{num_params / 1e6:.2g}M"
+
+
 def _made(run: Run) -> str:
     return "measured, demo scale" if scale_of(run) == "demo" else "measured"
 
@@ -87,8 +91,8 @@ def _compared(name: str, runs: Runs, text: str) -> tuple[Any, Rows]:
         missing += not any(row[column] for column in published_table(name).columns)
     if missing:
         text += (
-            f" Of {len(own)} reports given, {missing} fill no column: partial scores, other shots and part of a "
-            f"column's data sets do not count."
+            f" Reports given: {len(own)}, without a complete column: {missing}; partial scores, other shots and a part "
+            f"of a column's data sets do not count."
         )
     return _table(name, own, text)
 
@@ -106,7 +110,7 @@ def _table(name: str, own: list[dict[str, str]], text: str) -> tuple[Any, Rows]:
     with figure_style() as plt:
         figure, _ = table_figure(plt, shown)
         figure.set_figheight(figure.get_figheight() + CAPTION)
-        finish(figure, " ".join([f"{known.title}, as printed.", text, *known.notes]), layers)
+        finish(figure, " ".join(filter(None, [f"{known.title}, as printed.", text.strip(), *known.notes])), layers)
     return figure, [{"layer": row["made"].split(",")[0]} | row for row in rows]
 
 

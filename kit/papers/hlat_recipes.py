@@ -4,15 +4,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kit.monitor.figure import GREY
 from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_model import MODELS, facts
 from kit.papers.layers import Layer, Runs, opened, scale_of, table
 from kit.papers.panels import draw, finish, table_figure
-from kit.pictures import Rows, figure_style
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.style import GREY, Rows, figure_style
 
 EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"
 SHAPES = {
@@ -139,7 +138,7 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         bars = axis.barh(layer.names, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.55)
         labels = [f"{t.number:g}, {s.number:.1f} %: {t.note}" for t, s in zip(tokens, shares, strict=True)]
         axis.bar_label(bars, labels, padding=4, fontsize=8)
-        axis.set(xlim=(0, 2.1 * layer.y.max()), title="Table III: billion tokens", xticks=(0, 50, 100))
+        axis.set(xlim=(0, 2.5 * layer.y.max()), title="Table III: billion tokens", xticks=(0, 50, 100))
         axis.invert_yaxis()
         axis.grid(visible=False)
         text = (

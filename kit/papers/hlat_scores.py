@@ -7,13 +7,12 @@ import numpy as np
 
 from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import published_table
-from kit.monitor.figure import GREY
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.papers.hlat_model import facts
 from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
 from kit.papers.panels import draw, finish
-from kit.pictures import Rows, figure_style
 from kit.run import Run
+from kit.style import GREY, Rows, figure_style
 
 PANELS = {
     "mmlu": "MMLU", "commonsense": "common sense, 6 tasks", "world_knowledge": "world knowledge", "reading": "BoolQ",
@@ -78,7 +77,7 @@ def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale:
     percent = 1.0 if curve.metric == "bits_per_byte" else 100.0
     y, error = percent * curve.score, percent * np.nan_to_num(curve.stderr)
     if curve.partial.any():
-        source += "; partly a part of the items"
+        source += "; a part of the items"
     return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=y - error, high=y + error,
                  source=source, scale=scale, joined=True)  # fmt: skip
 

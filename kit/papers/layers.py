@@ -32,8 +32,8 @@ import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
 from kit.monitor.runs import find_runs
-from kit.pictures import Rows
 from kit.run import Run
+from kit.style import Rows
 
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 
 from cluster.record import ConfigError
-from kit.monitor.figure import BLUE, GREEN, GREY, VERMILION
 from kit.papers.layers import Layer
-from kit.pictures import Rows
+from kit.style import BLUE, GREEN, GREY, PURPLE, VERMILION, Rows
 
 COLOURS = (BLUE, VERMILION, GREEN, "#555555")
-DEMO_COLOURS = ("#9A4A78", "#8A7A00")
+DEMO_COLOURS = (PURPLE, "#8A7A00")
 """Of what was measured at demo scale, and of nothing else."""
 MARKERS = "osD^vP"
 BESIDE = 0.14
 """Distance between layers at a place that is only a name."""
+MARKED = 20
+"""Points of a line that have a marker each; more of them are a curve."""
 CHARACTERS_PER_INCH = 19.5
 """Of a caption: 7.2 pt sans."""
 
@@ -35,14 +36,15 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
     for layer in layers:
         if layer.kind == "published":
             axis.plot(layer.x, layer.y, MARKERS[hollow.index(layer)], color=GREY, markerfacecolor="white",
-                      markersize=7, markeredgewidth=1.4, zorder=5, label=layer.label)  # fmt: skip
+                      markersize=7, markeredgewidth=1.4, zorder=5, label=layer.label, clip_on=False)  # fmt: skip
             continue
         number = solid.index(layer)
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
         colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
         joined = layer.joined if layer.kind == "measured" else not layer.names
         if layer.kind == "modelled" and joined:
-            axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker, markersize=3)
+            few = len(layer.x) <= MARKED
+            axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker if few else None, markersize=3)
             if np.isfinite(layer.low).any():
                 axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.15, linewidth=0)
             continue
@@ -94,7 +96,7 @@ def table_figure(plt: Any, rows: Rows, *, size: float = 8) -> tuple[Any, Any]:
     """
     columns = list(rows[0])
     cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
-    longest = [max(1.2 * len(name), *(len(line[i]) for line in cells)) + 2 for i, name in enumerate(columns)]  # bold
+    longest = [max(1.4 * len(name), *(len(line[i]) for line in cells)) + 2 for i, name in enumerate(columns)]  # bold
     is_text = [not all(line[i][:1].isdigit() or line[i] in ("", "-") for line in cells) for i in range(len(columns))]
     figure, axis = plt.subplots(figsize=(0.0077 * size * sum(longest), 0.032 * size * (len(rows) + 1)))
     axis.set_axis_off()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from cluster.site import Site
 from kit.estimate.objectives import plan_of
+from kit.monitor.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, objective, study
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -37,6 +38,45 @@ def cluster_run(directory: Path, hfu: float = 0.35) -> Run:
                 recompute="full", precision="bf16")  # fmt: skip
     rate = hfu * 191.5e12 * 128 / spec.hardware_flops_per_token("full")
     return record(directory, spec, plan, Site.load("frontier"), rate)
+
+
+MEGATRON = {
+    "fp16": True, "checkpoint_activations": True, "hidden_size": 12288, "ffn_hidden_size": 49152, "num_layers": 96,
+    "num_attention_heads": 96, "seq_length": 2048, "micro_batch_size": 1, "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 16, "world_size": 256, "zero_stage": 1, "log_interval": 1, "lr": 6e-05,
+}  # fmt: skip
+"""Arguments as Megatron-DeepSpeed prints them, 175B on 256 GCDs."""
+
+
+def imported_run(directory: Path, seconds: float = 220.0) -> Run:
+    """Returns the run directory that `kit import` makes of a Megatron-DeepSpeed log: 175B on 256 GCDs of Frontier."""
+    lines = ["------------------------ arguments ------------------------"]
+    lines += [f"  {name} {'.' * (49 - len(name))} {value}" for name, value in MEGATRON.items()]
+    lines += ["-------------------- end of arguments ---------------------",
+              " > padded vocab (size: 50257) with 943 dummy tokens (new size: 51200)"]  # fmt: skip
+    lines += [
+        f" iteration {step:8d}/{STEPS:8d} | consumed samples: {step * 1280:12d} | elapsed time per iteration (s): "
+        f"{seconds:.2f} | learning rate: 6.000E-05 | global batch size:  1280 | lm loss: 6.0E+00 | grad norm: 1.0 |"
+        for step in range(1, STEPS + 1)
+    ]
+    log = directory.parent / "train.log"
+    log.write_text("\n".join([*lines, "[after training is done]", ""]))
+    import_log(log, directory, format="megatron", site=Site.load("frontier"))
+    return Run.open(directory)
+
+
+def imported_trn1(directory: Path, seconds: int = 11) -> Run:
+    """Returns the run directory that `kit import` makes of a log of HLAT's own scripts: 7B on 16 nodes of trn1."""
+    log = directory.parent / "hlat.log"
+    log.write_text("".join(
+        f"[0]:LOG Wed Dec 21 00:{seconds * step // 60:02d}:{seconds * step % 60:02d} 2022 - (0, {step}) step_loss : "
+        f"{11.25 - step / 10:.4f} learning_rate : {1.5e-7 * step:.2e} throughput : 93.1 grad-norm : 3.25\n"
+        for step in range(1, STEPS + 1)
+    ))  # fmt: skip
+    plan = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 64, "global_batch_size": 1024}
+    import_log(log, directory, format="nxdt", site=Site.load("trn1.32xlarge"), spec=ModelSpec.preset("hlat-7b"),
+               changes={"plan": plan, "recipe": {"num_steps": STEPS}})  # fmt: skip
+    return Run.open(directory)
 
 
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:

@@ -1,5 +1,6 @@
 """The Frontier figures: layers and sources of each, numbers with tolerances, the paper's relations on the model."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from kit.papers.frontier_observations import measured_relations, modelled_relati
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
 from kit.papers.panels import caption
 from kit.spec import ModelSpec
-from tests.papers.recorded import cluster_run, demo_study
+from tests.papers.recorded import cluster_run, demo_study, imported_run
 
 PIPELINE_RATES = {(1, 2, 1): 1000.0, (1, 2, 2): 1300.0, (1, 2, 4): 1600.0, (1, 2, 8): 1800.0, (2, 1, 4): 900.0}
 """A machine on which the paper's observations hold: half the time is bubble at one micro-batch."""
@@ -29,14 +30,14 @@ WITHOUT_RUNS = {"frontier-search", "frontier-sensitivity"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on a cluster, and a folder with the demo-scale study and its search."""
+    """A run on a cluster, an imported log of another, and a folder with the demo-scale study and its search."""
     folder = tmp_path_factory.mktemp("paper")
     study = demo_study(folder / "demo", PIPELINE_RATES)
     choices = {name: values[-1] for name, values in SPACE.items()}
     trials = [Trial(parameters=choices | {"tensor_parallel": t}, value=v) for t, v in ((1, 900.0), (2, 400.0))]
     failed = Trial(parameters=choices | {"pipeline_parallel": 2}, failure="4 devices do not divide 2")
     Trials(space=SPACE, sampler="random", seed=0, trials=(*trials, failed)).write(study / SEARCH)
-    return [cluster_run(folder / "cluster").directory, study]
+    return [cluster_run(folder / "cluster").directory, imported_run(folder / "imported").directory, study]
 
 
 def values(rows: list[dict], **wanted: object) -> list[dict]:
@@ -63,12 +64,24 @@ def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path
 
 @pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS - {"frontier-recipes", "frontier-observations"}))
 def test_own_runs_appear_in_every_figure(name: str, runs: list[Path]) -> None:
-    _, rows = FRONTIER[name].draw(runs[:1])
+    _, rows = FRONTIER[name].draw(runs)
     drawn = values(rows, layer="measured", scale="cluster")
-    scaling = name.endswith("scaling")  # relative to one replica: a single run with a pipeline has no place there
-    assert len(drawn) == (0 if scaling else 1)
+    assert len(drawn) == (1 if "memory" in name else 2), "the kit's own run, and the log, which tells no memory"
+    if name.endswith("scaling"):
+        assert [row["x"] for row in drawn] == [128, 256]
+        assert values(FRONTIER[name].draw(runs[:1])[1], layer="measured") == [], "one run does not scale"
     if name == "frontier-tensor-parallel":
-        assert drawn[0]["x"] == 4 and drawn[0]["y"] == pytest.approx(35, rel=0.01), "warm-up steps are left out"
+        assert [row["x"] for row in drawn] == [4, 4]
+        log, own = sorted(row["y"] for row in drawn)
+        assert own == pytest.approx(35, rel=0.01), "warm-up steps are left out"
+        assert log == pytest.approx(100 * 69.2 * 212.2 / 220 / 191.5, rel=0.01)
+
+
+def test_own_runs_are_columns_of_the_recipes(runs: list[Path]) -> None:
+    _, rows = paper_figure("frontier-recipes").draw(runs)
+    assert {"cluster", "imported"} < set(rows[0])
+    [stages] = values(rows, **{"": "pipeline parallel"})
+    assert stages["imported"] == stages["cluster"] == "16"
 
 
 def test_model_is_fitted_to_nothing_of_the_paper() -> None:
@@ -191,8 +204,11 @@ def test_commands_draw_a_figure_and_list_them(
     app(["figure", "frontier-memory", "--out", str(file), "--run", str(runs[0]), "--json"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)
     assert values(rows, layer="measured") and file.stat().st_size > 10_000
-    assert json.loads(file.with_suffix(".json").read_text()) == rows
+    with file.with_suffix(".csv").open(newline="") as stream:
+        assert [row["source"] for row in csv.DictReader(stream)] == [row.get("source", "") for row in rows]
     app(["figures", "--json"], standalone_mode=False)
     assert set(FRONTIER) <= set(json.loads(capsys.readouterr().out))
+    with pytest.raises(ConfigError, match="--out FOLDER"):
+        app(["figures", "--run", str(runs[0])], standalone_mode=False)
     with pytest.raises(ConfigError, match="'frontier-memroy' is unknown. Did you mean 'frontier-memory'"):
         paper_figure("frontier-memroy")

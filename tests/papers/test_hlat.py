@@ -12,7 +12,7 @@ from cluster.site import Site
 from kit.__main__ import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.papers import HLAT, hlat_demo, paper_figure
+from kit.papers import HLAT, hlat_demo, hlat_small, paper_figure
 from kit.papers.hlat_cost import accelerator_ratio, cost_draws, cost_per_tokens, relations, size_ratio
 from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
 from kit.papers.hlat_model import MODELS, P4D, TRN1, benchmarks, facts, left_out, other_a100, plan_of, trn1_risk
@@ -32,7 +32,7 @@ from kit.papers.hlat_training import last_losses, worst_after
 from kit.papers.panels import caption
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.papers.recorded import record
+from tests.papers.recorded import imported_trn1, record
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
@@ -77,6 +77,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [trn1.directory, demo]
 
 
+@pytest.fixture
+def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model with as many words as the tiny dataset has: most of its time goes into logits."""
+    monkeypatch.setattr(hlat_small, "SPEC", hlat_small.SPEC.replace(vocab_size=320))
+
+
 @pytest.mark.parametrize("name", HLAT)
 def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
     for given in ((), runs):
@@ -114,13 +120,27 @@ def test_own_runs_appear(runs: list[Path]) -> None:
     assert [row["y"] for row in values(scores, scale="demo", panel="here: piqa, acc norm")] == pytest.approx([54, 58])
 
 
+def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
+    own = [imported_trn1(tmp_path / "my-log").directory]
+    [cost] = values(paper_figure("hlat-cost").draw(own)[1], layer="measured")
+    [rate] = values(paper_figure("hlat-throughput").draw(own)[1], layer="measured")
+    assert rate["y"] == pytest.approx(1024 * 4096 / 11 / 16) and cost["x"] == 16
+    assert cost["y"] * rate["y"] == pytest.approx(100 * 21.5 / 3600 * 4e6 / np.median(cost_draws(P4D, "7B")[1][:, 0]))
+    loss = values(paper_figure("hlat-loss").draw(own)[1], series="my-log", scale="cluster")
+    assert [row["y"] for row in loss[:2]] == [11.15, 11.05]
+    assert values(paper_figure("hlat-learning-rate").draw(own)[1], series="my-log", scale="cluster")
+    for name in TABLES:
+        assert "my-log" in paper_figure(name).draw(own)[1][0]
+    assert paper_figure("hlat-sequence-length").draw(own)[1][0]["model"] == "my-log"
+
+
 def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list[Path]) -> None:
     whole = [score("boolq", 0.7, items=100, metric="acc"), score("piqa", 0.6, items=100)]
     report = EvalReport(name="mine", tokenizer_sha256="00", scores=tuple(whole))
     report.write(tmp_path / "mine.json")
     figure, rows = paper_figure("hlat-quality").draw([tmp_path / "mine.json"])
     assert rows[0]["reading"] == "70.0 ± 5.0" and rows[0]["commonsense"] == ""
-    assert "fill no column" in caption(paper_figure("hlat-quality").draw(runs[1:])[0])
+    assert "without a complete column: 1" in caption(paper_figure("hlat-quality").draw(runs[1:])[0])
 
 
 def test_presets_are_the_released_shapes() -> None:
@@ -213,7 +233,7 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
     assert torch.equal(round_stochastically(exact, generator)[:3].float(), exact[:3]), "what bf16 can hold stays"
 
 
-def test_written_out_adamw_is_torch_s(tiny_dataset) -> None:
+def test_written_out_adamw_is_torch_s(tiny_dataset, small_vocabulary) -> None:
     training = SmallTraining(tiny_dataset, PRECISION_RECIPE)
     reference = [weight.clone().requires_grad_() for weight in training.weights]
     adamw = torch.optim.AdamW(reference, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -228,7 +248,7 @@ def test_written_out_adamw_is_torch_s(tiny_dataset) -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
-def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
+def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) -> None:
     short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
     ends = {precision.name: train_in(tiny_dataset, short, precision)[-1] for precision in PRECISIONS}
     losses = [row["loss"] for row in ends.values()]
@@ -238,7 +258,7 @@ def test_precisions_differ_in_what_they_store(tiny_dataset) -> None:
         assert stored == {precision.stored}
 
 
-def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset) -> None:
+def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset, small_vocabulary) -> None:
     short = SPIKE_RECIPE.replace(num_steps=90)
     arms = train_with_spike(tiny_dataset, short, ANSWERS)
     assert not any(row["stands_out"] for row in arms["no spike"])
@@ -252,7 +272,9 @@ def test_a_spike_is_seen_and_each_answer_does_what_it_says(tiny_dataset) -> None
     assert stands_out(math.nan, [6.0] * 40) and not stands_out(9.0, [6.0] * 5)
 
 
-def test_studies_are_made_once_and_kept(tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_studies_are_made_once_and_kept(
+    tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hlat_demo, "PRECISION_RECIPE", PRECISION_RECIPE.replace(num_steps=20))
     found = hlat_demo.demo_precision(tmp_path / "study", tiny_dataset.directory)
     assert list(found) == [precision.name for precision in PRECISIONS]

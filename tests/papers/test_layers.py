@@ -9,7 +9,7 @@ from kit.errors import ConfigError, RunError
 from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, opened, table
 from kit.papers.panels import caption, draw, finish
 from kit.papers.relations import Relation
-from kit.pictures import figure_style
+from kit.style import figure_style
 from tests.papers.recorded import cluster_run, demo_study
 
 
