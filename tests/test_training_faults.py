@@ -363,7 +363,9 @@ def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, layout)
     finished(run, 1, poison(4, rank=1))
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
-    assert not math.isfinite(rows[3]["grad_norm"]) and all(math.isfinite(row["loss"]) for row in rows)
+    # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0, which saw no fault.
+    assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
+    assert all(math.isfinite(row["loss"]) for row in rows)
     assert run.checkpoints.manifest(8).skipped == 1
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert alert.kind == "guard" and "its update was dropped" in alert.message
