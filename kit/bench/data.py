@@ -1,7 +1,7 @@
 """Data loading and tokenisation on this machine, per CPU-second: flat windows, samples, text to tokens.
 
-Flat is what a loop without an epoch does: windows from anywhere in the file. The kit's samples are document-aware: whole
-documents in an order drawn anew for each epoch, every token once.
+Flat is what a loop without an epoch does: windows from anywhere in the file. The kit's samples are document-aware:
+whole documents in an order drawn anew for each epoch, every token once.
 """
 
 import statistics

@@ -12,8 +12,6 @@ shuffled), made endless.
 
 import dataclasses
 import functools
-import math
-from fractions import Fraction
 
 import numpy as np
 
@@ -21,7 +19,7 @@ from kit.data.token_file import TokenFile
 from kit.errors import DataError
 
 LARGEST_SEED = 2**32 - 1
-TOKENS_PER_COPY = 1 << 17
+TOKENS_PER_COPY = 1 << 18
 """Tokens copied at a time, so that they are still in the cache when they are made int64."""
 
 
@@ -80,7 +78,7 @@ class Samples:
         return epoch, self._first_sample(epoch), self._first_sample(epoch + 1)
 
     def _first_sample(self, epoch: int) -> int:
-        return math.ceil(Fraction(epoch * self._tokens.size, self.sequence_length))
+        return -(-epoch * self._tokens.size // self.sequence_length)  # rounded up, exact for any size
 
     def _order(self, epoch: int, purpose: int, count: int) -> np.ndarray:
         # RandomState, because NumPy promises its draws never change: a run resumed after an upgrade reads on in order.
