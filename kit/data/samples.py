@@ -12,8 +12,6 @@ shuffled), made endless.
 
 import dataclasses
 import functools
-import math
-from fractions import Fraction
 
 import numpy as np
 
@@ -21,8 +19,8 @@ from kit.data.token_file import TokenFile
 from kit.errors import DataError
 
 LARGEST_SEED = 2**32 - 1
-TOKENS_PER_GATHER = 1 << 17
-"""Tokens gathered at a time: the index of one gather (1 MiB) then stays in the cache."""
+TOKENS_PER_COPY = 1 << 18
+"""Tokens copied at a time, so that they are still in the cache when they are made int64."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Samples:
         return epoch, self._first_sample(epoch), self._first_sample(epoch + 1)
 
     def _first_sample(self, epoch: int) -> int:
-        return math.ceil(Fraction(epoch * self._tokens.size, self.sequence_length))
+        return -(-epoch * self._tokens.size // self.sequence_length)  # rounded up, exact for any size
 
     def _order(self, epoch: int, purpose: int, count: int) -> np.ndarray:
         # RandomState, because NumPy promises its draws never change: a run resumed after an upgrade reads on in order.
@@ -100,28 +98,26 @@ class Samples:
 
     def _read(self, stream: _Stream, positions: np.ndarray, out: np.ndarray) -> None:
         """Fills `out` [rows, sequence_length + 1] with the tokens from each position of the stream onwards."""
-        rows = max(1, TOKENS_PER_GATHER // out.shape[1])
+        rows = max(1, TOKENS_PER_COPY // out.shape[1])
         for i in range(0, len(positions), rows):
-            index = _file_positions(stream, positions[i : i + rows], out.shape[1])
-            out[i : i + rows] = self._tokens[index]
+            begins, ends = _pieces(stream, positions[i : i + rows], out.shape[1])
+            pieces = [self._tokens[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+            out[i : i + rows] = np.concatenate(pieces).reshape(-1, out.shape[1])
 
 
-def _file_positions(stream: _Stream, positions: np.ndarray, length: int) -> np.ndarray:
-    """Returns where in the file the `length` tokens from each position of the stream stand: int64 [rows, length].
+def _pieces(stream: _Stream, positions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where in the file the pieces begin and end that make up the windows at `positions`, one after the other.
 
-    Each window is a few pieces of documents; within a piece, file and stream differ by a constant shift.
+    Each window of `length` tokens is a few pieces of documents; within one, file and stream differ by a constant shift.
     """
     first = np.searchsorted(stream.bounds, positions, side="right") - 1
     last = np.searchsorted(stream.bounds, positions + (length - 1), side="right") - 1
     pieces = last - first + 1
     document = np.repeat(first - (np.cumsum(pieces) - pieces), pieces) + np.arange(pieces.sum())
-    window = np.repeat(positions, pieces)
+    window, shift = np.repeat(positions, pieces), stream.shifts[document]
     begins = np.maximum(stream.bounds[document], window)
     ends = np.minimum(stream.bounds[document + 1], window + length)
-    index = np.repeat(stream.shifts[document], ends - begins).reshape(len(positions), length)
-    index += positions[:, None]
-    index += np.arange(length)
-    return index
+    return begins + shift, ends + shift
 
 
 def _check_length(token_file: TokenFile, sequence_length: int) -> None:

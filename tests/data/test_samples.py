@@ -101,9 +101,9 @@ def test_the_order_never_changes(tmp_path):
 PINNED = [[3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 21, 22, 23, 24], [20, 41, 42, 43, 44, 45, 3]]
 
 
-def test_large_batches_are_gathered_in_parts(token_file, monkeypatch):
+def test_large_batches_are_copied_in_parts(token_file, monkeypatch):
     whole = Samples(token_file, 16, seed=1).batch(0, 500)
-    monkeypatch.setattr("kit.data.samples.TOKENS_PER_GATHER", 40)
+    monkeypatch.setattr("kit.data.samples.TOKENS_PER_COPY", 40)
     assert np.array_equal(Samples(token_file, 16, seed=1).batch(0, 500), whole)
 
 
