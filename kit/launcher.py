@@ -8,6 +8,7 @@ from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
 from kit.engines import check_engine
+from kit.engines.configuration import write_configuration
 from kit.engines.neuron_config import job_environment
 from kit.errors import ConfigError, DataError, RunError
 from kit.plan import Plan
@@ -72,6 +73,7 @@ def resume(
 def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """Starts the job of a prepared run on its site and returns the run."""
     job = job_spec(run, time_limit_s)
+    write_configuration(run)
     if run.site.scheduler == "slurm":
         cluster.slurm.submit(job, run.site)
     elif run.site.scheduler == "kubernetes":

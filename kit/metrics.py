@@ -14,6 +14,8 @@ from kit.spec import ModelSpec
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 
+OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
+
 
 class MetricsWriter:
     """Appends one line per optimizer step to `metrics.jsonl`."""
@@ -58,7 +60,7 @@ class Metrics:
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 skipped += 1
         kept = _supersede(rows)
-        names = [*COLUMNS, *({"validation_loss"} if any("validation_loss" in row for row in kept) else ())]
+        names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if any(name in row for row in kept))]
         columns = {name: np.array([_number(row.get(name)) for row in kept], dtype=float) for name in names}
         for name in ("step", "attempt", "tokens"):
             columns[name] = columns[name].astype(np.int64)
