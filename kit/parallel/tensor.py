@@ -43,7 +43,9 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
     styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
     # One input for all column-split matrices that read it, so that their gradients of it are added up only once.
     styles |= {
-        "attention": PrepareModuleInput(input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)
+        ),
         "feed_forward": PrepareModuleInput(input_layouts=(between_blocks,), desired_input_layouts=(Replicate(),)),
     }
     if sequence_parallel:
