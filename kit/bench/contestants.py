@@ -88,9 +88,9 @@ def deepspeed_zero1(turns: Turns) -> None:
 
 
 def _kit(turns: Turns, plan: Plan) -> None:
-    dist.init_process_group(
-        "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
-    )  # pyright: ignore[reportPrivateImportUsage]
+    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     engine = build_engine(SPEC, plan, RECIPE, DEVICE)
     data = batches()
     turns.wait()
