@@ -22,3 +22,7 @@ class MissingPackageError(ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {package}, which is not installed. Run: pip install -e '.[{extra}]'")
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows in place of a traceback, by a convention of IPython."""
+        return [f"{type(self).__name__}: {self}"]

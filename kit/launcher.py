@@ -15,6 +15,7 @@ from cluster.render import nodes_for
 from cluster.site import Site
 from kit.checkpoint import Checkpoints
 from kit.engines import check_engine
+from kit.engines.configuration import write_configuration
 from kit.engines.neuron_config import job_environment
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.guard import check_guard
@@ -80,6 +81,7 @@ def resume(
 def submit(run: Run, time_limit_s: float | None = None) -> Run:
     """Starts the job of a prepared run on its site and returns the run."""
     job = job_spec(run, time_limit_s)
+    write_configuration(run)
     if run.site.scheduler == "slurm":
         cluster.slurm.submit(job, run.site)
     elif run.site.scheduler == "kubernetes":

@@ -15,6 +15,8 @@ from kit.spec import ModelSpec
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 
+OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
+
 
 class MetricsWriter:
     """Appends one line per optimizer step to `metrics.jsonl`."""
@@ -53,7 +55,7 @@ class Metrics:
         from kit.monitor.columns import Columns  # here, since columns have the names that this module lists
 
         read = Columns(file).read_all()
-        names = [*COLUMNS, *({"validation_loss"} if np.isfinite(read["validation_loss"]).any() else ())]
+        names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         for name in ("step", "attempt", "tokens"):
             columns[name] = _whole(columns[name])

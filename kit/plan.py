@@ -8,7 +8,7 @@ from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["native", "deepspeed", "neuron"]
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
@@ -32,7 +32,7 @@ class Plan(Record):
     global_batch_size: int = field_doc("sequences in one optimizer step, over all replicas", default=1)
     precision: Precision = field_doc(
         "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron "
-        "with zero_stage 0: none of them, but stochastic rounding)",
+        "with zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine deepspeed)",
         default="fp32",
     )
     compile: bool = field_doc("torch.compile each block", default=False)
@@ -53,6 +53,9 @@ class Plan(Record):
             raise ConfigError(
                 "plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off or raise the degree."
             )
+        if self.precision == "fp16" and self.engine != "deepspeed":
+            self._refuse({"precision": "only DeepSpeed scales the loss, without which small gradients are lost; use "
+                                       "'bf16', or engine 'deepspeed'"})  # fmt: skip
         if self.engine == "deepspeed":
             self._check_deepspeed()
         if self.engine == "neuron":
@@ -122,7 +125,7 @@ class Plan(Record):
             # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by 8e-3.
             "precision": self.precision != "fp32"
             and self.zero_stage == 0
-            and "stage 0 keeps bf16 sums of gradients; use zero_stage 1, also with one replica",
+            and f"stage 0 keeps {self.precision} sums of gradients; use zero_stage 1, also with one replica",
         }
         self._refuse(refused)
 

@@ -33,11 +33,9 @@ from cluster.state import (
     write_rank_heartbeat,
 )
 from kit.data import Samples
-from kit.engines import build_engine
+from kit.engines import ScalingEngine, build_engine
 from kit.engines.checkpoints import engine_checkpoints
-from kit.engines.deepspeed_config import deepspeed_config
 from kit.engines.neuron_compile import is_compile_phase, record_graphs
-from kit.engines.neuron_config import nxd_arguments
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.memory_advice import is_out_of_memory, memory_advice
 from kit.metrics import MetricsWriter
@@ -134,6 +132,7 @@ class Trainer:
             self.work_s = loaded - start + time.thread_time() - computing
         self.step += 1
         self.consumed += self.plan.global_batch_size
+        scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
         return {
             "step": self.step,
             "attempt": self.attempt,
@@ -144,6 +143,7 @@ class Trainer:
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
             "memory_bytes": _memory_bytes(self.device),
+            **scaling,
         }
 
     def _batch(self, samples: Samples, first: int) -> Tensor:
@@ -311,12 +311,6 @@ def _record_attempt(run: Run, attempt: int) -> None:
     import json
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
-    if run.plan.engine == "deepspeed":
-        config = deepspeed_config(run.plan, run.recipe)
-        write_atomic(run.directory / "deepspeed.json", json.dumps(config, indent=2) + "\n")
-    if run.plan.engine == "neuron":
-        config = nxd_arguments(run.spec, run.plan, run.recipe)
-        write_atomic(run.directory / "neuron.json", json.dumps(config, indent=2) + "\n")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None

@@ -33,6 +33,23 @@ def gpt_spec() -> ModelSpec:
 
 
 @pytest.fixture(scope="session")
+def native_run():
+    """A function: what ten steps of a model under the native engine on one process give, each trained once."""
+    from tests.parity import RECIPE, Trained, make_plan, train
+    from tests.workers import run_ranks
+
+    made: dict[tuple[str, str], Trained] = {}
+
+    def get(spec: ModelSpec, recipe: Recipe = RECIPE) -> Trained:
+        key = spec.to_json(), recipe.to_json()
+        if key not in made:
+            made[key] = run_ranks(1, train, spec, make_plan({}), recipe)[0]
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def tiny_dataset(tmp_path_factory: pytest.TempPathFactory):
     """A dataset of a few hundred short documents with a vocabulary of 300."""
     from kit.data import build_dataset

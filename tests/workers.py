@@ -1,12 +1,16 @@
-"""Runs a function on several gloo processes, forked from this one, and returns what each rank returned.
+"""Runs a function on several gloo processes, or one rank of a run, forked from this process.
 
 Importing torch costs more than such a test computes, so workers are forked after one import.
 """
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +21,7 @@ import torch.multiprocessing as mp
 def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback."""
     context = mp.get_context("fork")
-    queue = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    queue, port = context.SimpleQueue(), _free_port()
     processes = [
         context.Process(target=_worker, args=(rank, num_ranks, port, queue, function, args), daemon=True)
         for rank in range(num_ranks)
@@ -42,10 +43,7 @@ def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout_s: float =
 
 
 def _worker(rank: int, num_ranks: int, port: int, queue: Any, function: Callable, args: tuple) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
+    _become_rank(rank, num_ranks, port)
     try:
         dist.init_process_group("gloo")
         queue.put((rank, function(*args), None))
@@ -54,3 +52,59 @@ def _worker(rank: int, num_ranks: int, port: int, queue: Any, function: Callable
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))
         os._exit(1)
+
+
+def start_training(directory: Path, num_ranks: int = 1, **environment: str) -> "list[Training]":
+    """Returns the started ranks of `python -m kit.train --run DIRECTORY`."""
+    port = _free_port()
+    return [Training(directory, rank, num_ranks, port, environment) for rank in range(num_ranks)]
+
+
+class Training:
+    """One forked rank of a run, and what it prints."""
+
+    def __init__(self, directory: Path, rank: int, num_ranks: int, port: int, environment: dict[str, str]) -> None:
+        import kit.train  # noqa: F401  # once, for all
+
+        self.printed = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        arguments = (directory, rank, num_ranks, port, environment, [file.fileno() for file in self.printed])
+        self.process = mp.get_context("fork").Process(target=_train, args=arguments, daemon=True)
+        self.process.start()
+
+    def wait(self, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+        """Returns how it ended and what it printed."""
+        self.process.join(timeout_s)
+        assert not self.process.is_alive(), f"it still runs after {timeout_s} s"
+        texts = []
+        for file in self.printed:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        assert self.process.exitcode is not None
+        return subprocess.CompletedProcess(["kit.train"], self.process.exitcode, *texts)
+
+
+def _train(directory: Path, rank: int, num_ranks: int, port: int, environment: dict, printed: list[int]) -> None:
+    from kit.train import main
+
+    for number, file in enumerate(printed, start=1):
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    _become_rank(rank, num_ranks, port)
+    os.environ.update(environment, LOCAL_WORLD_SIZE=str(num_ranks))
+    code = main(["--run", str(directory)])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _become_rank(rank: int, num_ranks: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

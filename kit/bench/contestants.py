@@ -1,4 +1,4 @@
-"""The training loops that `train_speed` compares: same shapes, weights, batches and AdamW, fp32, on the CPU.
+"""The training loops that `train_speed` compares: same shapes, weights, batches and AdamW, fp32, on a GPU or the CPU.
 
     python -m kit.bench.contestants NAME     each line on standard input is a number of steps to run; each answer a line
 
@@ -31,6 +31,7 @@ from kit.train import keep_freed_memory
 BATCH_SIZE = 16
 NUM_BATCHES = 8
 SPEC = ModelSpec.preset("demo")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-3, weight_decay=0.0)
 
@@ -54,11 +55,12 @@ class Turns:
         self.left -= 1
         if self.left:
             return
+        loss = float(torch.as_tensor(loss).detach())  # waits for a GPU
         wall_s, cpu_s = time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
         answer = {
             "step_s": wall_s / self.steps,
             "step_cpu_s": cpu_s / self.steps,
-            "loss": float(torch.as_tensor(loss).detach()),
+            "loss": loss,
         }
         print(json.dumps(answer), flush=True)
         self.wait()
@@ -86,8 +88,10 @@ def deepspeed_zero1(turns: Turns) -> None:
 
 
 def _kit(turns: Turns, plan: Plan) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    engine = build_engine(SPEC, plan, RECIPE, torch.device("cpu"))
+    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    engine = build_engine(SPEC, plan, RECIPE, DEVICE)
     data = batches()
     turns.wait()
     for samples in itertools.cycle(data):
@@ -97,9 +101,9 @@ def _kit(turns: Turns, plan: Plan) -> None:
 
 def plain(turns: Turns) -> None:
     """The shortest loop over the kit's model with the fast parts of torch: fused AdamW, fused attention."""
-    model = build_decoder(SPEC, seed=RECIPE.seed)
+    model = build_decoder(SPEC, seed=RECIPE.seed).to(DEVICE)
     optimizer = adamw(model.parameters(), RECIPE)
-    data = batches()
+    data = batches().to(DEVICE)
     turns.wait()
     for samples in itertools.cycle(data):
         optimizer.zero_grad(set_to_none=True)
@@ -134,7 +138,7 @@ def transformers(turns: Turns) -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=DEVICE.type == "cpu",
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         train_sampling_strategy="sequential",

@@ -1,4 +1,4 @@
-"""Step time of the demo model under each engine, on one CPU process: the same model, weights, batches and AdamW."""
+"""Step time of the demo model under each engine, on one GPU or CPU process: the same weights, batches and AdamW."""
 
 import statistics
 from pathlib import Path
@@ -11,6 +11,7 @@ ENTRANTS = {
     NATIVE: Entrant(name="kit", keep_freed_memory=True),
     "DeepSpeed, ZeRO 0": Entrant(name="deepspeed_zero0", keep_freed_memory=True),
     "DeepSpeed, ZeRO 1": Entrant(name="deepspeed_zero1", keep_freed_memory=True),
+    "plain torch loop": Entrant(name="plain", keep_freed_memory=True),
 }
 ROUNDS = 6
 

@@ -104,7 +104,7 @@ def _process(entrant: Entrant, workplace: Path, threads: int) -> Iterator[subpro
     command = [sys.executable, "-W", "ignore", "-m", "kit.bench.contestants", entrant.name, f"--threads={threads}"]
     if entrant.keep_freed_memory:
         command.append("--keep-freed-memory")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     with (workplace / f"{entrant.name}.log").open("w") as log:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Commands on other software's checkpoints: export-hf, import-checkpoint, average, smollm2."""
+"""Commands on other software's checkpoints: export-hf, export-deepspeed, import-checkpoint, average, smollm2."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,27 +25,43 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    if step != "newest" and not step.isdecimal():
-        raise ConfigError(f"step: {step!r} is not allowed. Give a number, or `newest`.")
-    folder = export_run(Run.open(run), None if step == "newest" else int(step), out, precision=precision)
-    _tell(folder, as_json)
+    _tell(export_run(Run.open(run), _step(step), out, precision=precision), as_json)
+
+
+@app.command("export-deepspeed")
+def export_deepspeed(
+    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    step: Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")],
+    out: Annotated[Path, typer.Argument(help="folder to make", metavar="OUT")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint as DeepSpeed's universal checkpoint: weights and AdamW moments, for any layout."""
+    from kit.convert.deepspeed import export_universal
+
+    _tell(export_universal(Run.open(run), _step(step), out), as_json)
 
 
 @app.command("import-checkpoint")
 def import_checkpoint(
-    kind: Annotated[Literal["nxd", "megatron-deepspeed"], typer.Argument(help="who wrote it", metavar="KIND")],
+    kind: Annotated[
+        Literal["nxd", "megatron-deepspeed", "deepspeed-universal"], typer.Argument(help="who wrote it", metavar="KIND")
+    ],
     source: Annotated[Path, typer.Argument(help="folder of its files", metavar="SOURCE")],
     out: OutArgument,
     model: Annotated[str, typer.Option(help="a preset's name, or a spec.json: these files do not say their shapes")],
     as_json: JsonOption = False,
 ) -> None:
     """Write the shards of another trainer as a Hugging Face folder."""
-    from kit.convert import megatron, neuron
+    from kit.convert import deepspeed, megatron, neuron
     from kit.convert.hugging_face import export_hugging_face
 
     spec = ModelSpec.load(model)
-    load = neuron.import_nxd if kind == "nxd" else megatron.import_megatron_deepspeed
-    _tell(export_hugging_face(load(source, spec), out), as_json)
+    load = {
+        "nxd": neuron.import_nxd,
+        "megatron-deepspeed": megatron.import_megatron_deepspeed,
+        "deepspeed-universal": deepspeed.import_universal,
+    }
+    _tell(export_hugging_face(load[kind](source, spec), out), as_json)
 
 
 @app.command("average")
@@ -74,6 +90,12 @@ def smollm2(
     _tell(folder, as_json)
 
 
+def _step(text: str) -> int | None:
+    if text != "newest" and not text.isdecimal():
+        raise ConfigError(f"step: {text!r} is not allowed. Give a number, or `newest`.")
+    return None if text == "newest" else int(text)
+
+
 def _tell(folder: Path, as_json: bool) -> None:
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print_record("Written", {"folder": str(folder), "bytes": size}, as_json)

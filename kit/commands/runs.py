@@ -1,7 +1,5 @@
 """Commands on runs: launch, engine, resume, status, watch, alerts, logs, stop, checkpoint, figure."""
 
-import json
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -67,19 +65,12 @@ def launch(
 @app.command()
 def engine(run: RunArgument) -> None:
     """Print what a run's engine is told: DeepSpeed's JSON (for a GPT, Megatron-DeepSpeed's arguments too), or NxD's."""
-    from kit.engines.deepspeed_config import deepspeed_config, megatron_arguments
-    from kit.engines.neuron_config import nxd_arguments
+    from kit.engines.configuration import configuration_files
 
     opened = Run.open(run)
-    if opened.plan.engine == "neuron":
-        print(json.dumps(nxd_arguments(opened.spec, opened.plan, opened.recipe), indent=2))
-        return
-    if opened.plan.engine != "deepspeed":
-        print(f"engine {opened.plan.engine!r}: it has no configuration beside plan.json and recipe.json")
-        return
-    print(json.dumps(deepspeed_config(opened.plan, opened.recipe), indent=2))
-    if opened.spec.family == "gpt":
-        print("pretrain_gpt.py", shlex.join(megatron_arguments(opened.spec, opened.plan, opened.recipe)))
+    texts = configuration_files(opened.spec, opened.plan, opened.recipe)
+    print("".join(texts.values()) or f"engine {opened.plan.engine!r}: it has no configuration beside plan.json "
+          "and recipe.json\n", end="")  # fmt: skip
 
 
 @app.command()

@@ -1,9 +1,7 @@
 """Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
 
-import importlib.util
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from kit.errors import MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -55,6 +53,15 @@ class PortableEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class ScalingEngine(Engine, Protocol):
+    """One that can train in fp16."""
+
+    def loss_scaling(self) -> dict[str, float]:
+        """Returns `loss_scale`, of the next step, and `skipped_steps` so far, which overflowed; none but in fp16."""
+        ...
+
+
 def build_engine(
     spec: ModelSpec, plan: Plan, recipe: Recipe, device: "torch.device", *, initialise: bool = True
 ) -> Engine:
@@ -97,5 +104,7 @@ def check_engine(plan: Plan) -> None:
         from kit.engines.neuron_probe import require
 
         require()
-    if plan.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise MissingPackageError("deepspeed", "deepspeed", "plan.engine 'deepspeed'")
+    if plan.engine == "deepspeed":
+        from kit.engines.deepspeed_package import require
+
+        require()

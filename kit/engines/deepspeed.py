@@ -103,6 +103,8 @@ class DeepSpeedEngine:
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
 
+        In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
+
         Args:
             samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
             learning_rate: of this step.
@@ -121,6 +123,12 @@ class DeepSpeedEngine:
             loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
         norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
         return float(loss), float(norm)
+
+    def loss_scaling(self) -> dict[str, float]:
+        """Returns in fp16 what the next loss is scaled by and how many steps were skipped so far, by its metrics."""
+        if self.plan.precision != "fp16":
+            return {}
+        return {"loss_scale": float(self.engine.optimizer.cur_scale), "skipped_steps": self.engine.skipped_steps}
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:

@@ -7,6 +7,11 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
+LOSS_SCALING = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+                "min_loss_scale": 1}  # fmt: skip
+"""DeepSpeed's defaults, written out to be seen: the loss is scaled by 2^16 at first; by half as much after a gradient
+overflowed for the second time, and such steps are skipped; by twice as much after 1000 steps without one."""
+
 
 def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Returns DeepSpeed's configuration of a plan: nothing in it is written by hand, so nothing can disagree.
@@ -22,8 +27,8 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "zero_optimization": {"stage": plan.zero_stage},
         "steps_per_print": None,  # the kit has metrics of its own
     }
-    if plan.precision == "bf16":
-        config["bf16"] = {"enabled": True}
+    if plan.precision != "fp32":
+        config[plan.precision] = {"enabled": True, **(LOSS_SCALING if plan.precision == "fp16" else {})}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 

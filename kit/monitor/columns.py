@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from kit.metrics import COLUMNS
+from kit.metrics import COLUMNS, OPTIONAL_COLUMNS
 
-NAMES = (*COLUMNS, "validation_loss")
+NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
 CHUNK_BYTES = 8 * 2**20
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
 FINGERPRINT_BYTES = 256

@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ import kit
 from cluster.state import JobState, read_state
 from kit.checkpoint import Checkpoints
 from kit.convert.neuron import import_nxd
-from kit.engines import build_engine
 from kit.engines.neuron_checkpoint import SETTLE_STEPS, NxdCheckpoints
 from kit.engines.neuron_config import needed_environment
 from kit.engines.neuron_probe import probe
@@ -28,12 +26,9 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from tests.engines.signatures import SIGNATURES
-from tests.workers import run_ranks
+from tests.parity import BATCH, RECIPE, TOLERANCE, batches, build, differences, make_plan, train
+from tests.workers import run_ranks, start_training
 
-ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
-STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
-RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
 LAYOUTS = {
     "one process": {},
     "ZeRO 1": {"zero_stage": 1},
@@ -48,91 +43,54 @@ LAYOUTS = {
 
 
 def neuron_plan(changes: dict) -> Plan:
-    return Plan.from_dict({"engine": "neuron", "micro_batch_size": 2, "global_batch_size": BATCH, **changes})
+    return make_plan(changes, "neuron")
 
 
 @pytest.fixture
-def mha_spec(llama_spec) -> ModelSpec:
+def small_spec(llama_spec) -> ModelSpec:
+    """With two query heads for each key/value head, as in the 70B."""
+    return llama_spec.replace(num_layers=2)
+
+
+@pytest.fixture
+def mha_spec(small_spec) -> ModelSpec:
     """Every query head with a key/value head of its own, as in the 7B."""
-    return llama_spec.replace(name="tiny-mha", num_kv_heads=4)
+    return small_spec.replace(name="tiny-mha", num_kv_heads=4)
 
 
-def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
-    """Returns one replica's part of each step's batch."""
-    generator, share = torch.Generator().manual_seed(0), BATCH // plan.data_parallel
-    shape = (steps, BATCH, spec.sequence_length + 1)
-    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
-
-
-def build(spec: ModelSpec, plan: Plan, recipe: Recipe, *, initialise: bool = True):
-    """Returns the engine, in a worker process, whose environment it sets."""
-    if plan.engine == "neuron":
-        os.environ.update(needed_environment(plan))
-    return build_engine(spec, plan, recipe, CPU, initialise=initialise)
-
-
-def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> tuple[float, list[tuple[float, float]]]:
-    """Returns this rank's validation loss before training, then (loss, gradient norm) of each step."""
-    engine = build(spec, plan, recipe)
-    mine = batches(spec, plan, engine.data_rank)
-    return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
-
-
-def differences(per_rank: list, reference: tuple) -> dict[str, float]:
+def compare(changes: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE) -> dict[str, float]:
     """Returns the largest relative differences of loss, gradient norm and validation loss."""
-    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
-    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
-    return {
-        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
-        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
-        "validation": abs(held_out - expected_held_out) / expected_held_out,
-    }
-
-
-@pytest.fixture(scope="module")
-def native():
-    """Returns a function: what the native engine does on one process."""
-    made = {}
-
-    def get(spec: ModelSpec, recipe: Recipe = RECIPE):
-        key = spec.name, recipe.gradient_clip
-        if key not in made:
-            plan = Plan(micro_batch_size=2, global_batch_size=BATCH)
-            made[key] = run_ranks(1, train, spec, plan, recipe)[0]
-        return made[key]
-
-    return get
+    plan = neuron_plan(changes)
+    return differences(run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe))
 
 
 # Parity --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_the_native_engine(layout, standin, llama_spec, native):
-    plan = neuron_plan(LAYOUTS[layout])
-    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), native(llama_spec))
+def test_equals_the_native_engine(layout, standin, small_spec, native_run):
+    found = compare(LAYOUTS[layout], small_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
-def test_equals_the_native_engine_with_one_fused_matrix(standin, mha_spec, native):
-    plan = neuron_plan({"tensor_parallel": 2, "sequence_parallel": True})
-    found = differences(run_ranks(2, train, mha_spec, plan), native(mha_spec))
+def test_equals_the_native_engine_with_one_fused_matrix(standin, mha_spec, native_run):
+    found = compare({"tensor_parallel": 2, "sequence_parallel": True}, mha_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_bf16_recipes_follow_fp32(stage, standin, llama_spec, native):
+def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
     """On the CPU nothing rounds stochastically; ten steps are too few to need it."""
-    plan = neuron_plan({"precision": "bf16", "zero_stage": stage, "data_parallel": 2, "recompute": "selective"})
-    found = differences(run_ranks(2, train, llama_spec, plan), native(llama_spec))
+    changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2, "recompute": "selective"}
+    found = compare(changes, small_spec, native_run)
     assert 0 < found["loss"] < 0.01 and found["grad_norm"] < 0.05, found
 
 
-def test_copies_of_key_value_heads_change_the_norm_alone(standin, llama_spec, native):
+def test_copies_of_key_value_heads_change_the_norm_alone(standin, small_spec, native_run):
     """NxD counts each copy in the gradient norm, so it clips by a larger one; without clipping all is equal."""
-    recipe, plan = RECIPE.replace(gradient_clip=1e6), neuron_plan({"tensor_parallel": 4, "sequence_parallel": True})
-    assert plan.kv_replication(llama_spec) == 2
-    found = differences(run_ranks(4, train, llama_spec, plan, recipe), native(llama_spec, recipe))
+    changes = {"tensor_parallel": 4, "sequence_parallel": True}
+    assert neuron_plan(changes).kv_replication(small_spec) == 2
+    found = compare(changes, small_spec, native_run, RECIPE.replace(gradient_clip=1e6))
     assert max(found["loss"], found["validation"]) <= TOLERANCE and found["grad_norm"] > 1e-3, found
 
 
@@ -142,9 +100,9 @@ def test_copies_of_key_value_heads_change_the_norm_alone(standin, llama_spec, na
 def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[str, list[str]]]:
     from tests.engines.signatures import CALLS
 
-    engine = build(spec, plan, RECIPE)
+    engine = build(spec, plan)
     made = len(CALLS)
-    for samples, rate in zip(batches(spec, plan, engine.data_rank, 2), (1e-3, 5e-4), strict=True):
+    for samples, rate in zip(batches(spec, plan, engine.data_rank), (1e-3, 5e-4), strict=False):
         engine.train_step(samples, rate)
     checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     checkpoints.save(facts(spec, plan, 2))
@@ -161,19 +119,20 @@ def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
             "spec": spec, "plan": plan}  # fmt: skip
 
 
-def test_order_of_calls(standin, llama_spec, tmp_path):
-    built, steps, rates = run_ranks(1, calls_of_two_steps, llama_spec, neuron_plan({}), tmp_path)[0]
+def test_order_of_calls(standin, small_spec, tmp_path):
+    plan = neuron_plan({})
+    built, steps, rates = run_ranks(1, calls_of_two_steps, small_spec, plan, tmp_path)[0]
     order = ["neuronx_distributed_config", "initialize_parallel_model", "initialize_parallel_optimizer", "zero_grad"]
     assert [name for name in built if name in order] == order
-    micro_batches = ["run_train", "mark_step"] * (BATCH // 2)
+    micro_batches = ["run_train", "mark_step"] * plan.num_microbatches
     one_step = [*micro_batches, "step", "zero_grad", "mark_step"]
     assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
     assert rates == [1e-3, 5e-4]
 
 
-def test_a_pipeline_gets_all_micro_batches_in_one_call(standin, llama_spec, tmp_path):
+def test_a_pipeline_gets_all_micro_batches_in_one_call(standin, small_spec, tmp_path):
     plan = neuron_plan({"pipeline_parallel": 2, "zero_stage": 1})
-    built, steps, _ = run_ranks(2, calls_of_two_steps, llama_spec, plan, tmp_path)[0]
+    built, steps, _ = run_ranks(2, calls_of_two_steps, small_spec, plan, tmp_path)[0]
     one_step = ["run_train", "step", "zero_grad", "mark_step"]
     assert steps == [*one_step, *one_step, "save_checkpoint", "finalize_checkpoint"]
     assert "NxDPPModel" in built
@@ -216,7 +175,7 @@ def test_a_device_trains_one_step(tmp_path, spec, recipe):
 
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     """Trains five steps, saves, and returns what five more give."""
-    engine = build(spec, plan, RECIPE)
+    engine = build(spec, plan)
     checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     mine = batches(spec, plan, engine.data_rank)
     for samples in mine[:5]:
@@ -230,47 +189,47 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
 
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    engine = build(spec, plan, RECIPE, initialise=False)
+    engine = build(spec, plan, initialise=False)
     manifest = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(5)
     assert manifest.samples == 5 * BATCH
     return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]]
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])
-def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, llama_spec, tmp_path):
+def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, small_spec, tmp_path):
     plan = neuron_plan(changes)
-    expected = run_ranks(2, save_and_go_on, llama_spec, plan, tmp_path)[0]
-    assert run_ranks(2, resume, llama_spec, plan, tmp_path)[0] == expected
+    expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
+    assert run_ranks(2, resume, small_spec, plan, tmp_path)[0] == expected
 
 
-def test_plain_data_parallelism_resumes_on_other_replicas(standin, llama_spec, tmp_path):
-    expected = run_ranks(2, save_and_go_on, llama_spec, neuron_plan({"data_parallel": 2}), tmp_path)[0]
-    found = run_ranks(1, resume, llama_spec, neuron_plan({}), tmp_path)[0]
+def test_plain_data_parallelism_resumes_on_other_replicas(standin, small_spec, tmp_path):
+    expected = run_ranks(2, save_and_go_on, small_spec, neuron_plan({"data_parallel": 2}), tmp_path)[0]
+    found = run_ranks(1, resume, small_spec, neuron_plan({}), tmp_path)[0]
     assert found == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
 
-def test_sharded_optimizer_starts_anew_on_other_replicas(standin, llama_spec, tmp_path, capfd):
+def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tmp_path, capfd):
     plan = neuron_plan({"data_parallel": 2, "zero_stage": 1})
-    expected = run_ranks(2, save_and_go_on, llama_spec, plan, tmp_path)[0]
-    found = run_ranks(1, resume, llama_spec, plan.replace(data_parallel=1), tmp_path)[0]
+    expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
+    found = run_ranks(1, resume, small_spec, plan.replace(data_parallel=1), tmp_path)[0]
     assert found[0] == pytest.approx(expected[0], rel=TOLERANCE), "the weights are those of the checkpoint"
     assert abs(found[-1][0] - expected[-1][0]) > 1e-4, "the moments are not"
     assert "AdamW's moments start from zero: they were cut for 2 replicas, now there are 1" in capfd.readouterr().out
 
 
-def test_other_tensor_degrees_are_refused(standin, llama_spec, tmp_path):
-    run_ranks(1, save_and_go_on, llama_spec, neuron_plan({}), tmp_path)
+def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
+    run_ranks(1, save_and_go_on, small_spec, neuron_plan({}), tmp_path)
     with pytest.raises(AssertionError, match="CheckpointError: .* plan.tensor_parallel 1, now it is 2"):
-        run_ranks(2, resume, llama_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
+        run_ranks(2, resume, small_spec, neuron_plan({"tensor_parallel": 2}), tmp_path)
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_shards_are_those_that_the_converter_reads(copies, standin, llama_spec, tmp_path):
+def test_shards_are_those_that_the_converter_reads(copies, standin, small_spec, tmp_path):
     """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart, puts them together."""
     plan = neuron_plan({"tensor_parallel": 2 * copies, "sequence_parallel": True})
-    run_ranks(plan.num_devices, save_initial, llama_spec, plan, tmp_path)
-    found = import_nxd(tmp_path / "step_00000005", llama_spec).state_dict()
-    expected = build_decoder(llama_spec, seed=RECIPE.seed).state_dict()
+    run_ranks(plan.num_devices, save_initial, small_spec, plan, tmp_path)
+    found = import_nxd(tmp_path / "step_00000005", small_spec).state_dict()
+    expected = build_decoder(small_spec, seed=RECIPE.seed).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -284,7 +243,7 @@ def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, 
 
 
 def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
-    engine = build(spec, plan, RECIPE)
+    engine = build(spec, plan)
     checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     checkpoints.save(facts(spec, plan, 5))
     checkpoints.finish()
@@ -293,43 +252,41 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
 # Runs ----------------------------------------------------------------------------------------------------------
 
 
-def run_train(directory: Path, path: str, **variables: str) -> subprocess.CompletedProcess:
-    needed = needed_environment(neuron_plan({})) | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
-    return subprocess.run(
-        [sys.executable, "-m", "kit.train", "--run", str(directory)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120, env={**os.environ, **needed, **variables},
-    )  # fmt: skip
+def run_train(directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return start_training(directory, **needed_environment(neuron_plan({})), **variables)[0].wait()
 
 
-def test_compile_phase_writes_nothing_and_the_run_does(standin, spec, recipe, tmp_path):
-    recipe = recipe.replace(num_steps=6, checkpoint_every=3, validation_every=6, warmup_steps=0, validation_sequences=8)
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
-    before = sorted(run.directory.rglob("*"))
-    compiled = run_train(run.directory, standin, NEURON_EXTRACT_GRAPHS_ONLY="1")
+@pytest.fixture
+def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
+    """A run of four steps with two checkpoints."""
+    spec, recipe = spec.replace(num_layers=2), recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
+    recipe = recipe.replace(validation_every=4, validation_sequences=8)
+    return kit.Run.create(
+        tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop")
+    )
+
+
+def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
+    before = sorted(short_run.directory.rglob("*"))
+    compiled = run_train(short_run.directory, NEURON_EXTRACT_GRAPHS_ONLY="1")
     assert compiled.returncode == 0 and "recorded the graphs of 4 steps" in compiled.stdout, compiled.stderr
-    assert sorted(run.directory.rglob("*")) == before, "a compile phase is no attempt of the run"
-    trained = run_train(run.directory, standin)
-    assert trained.returncode == 0 and "finished 6 steps" in trained.stdout, trained.stderr
-    assert run.checkpoints.steps() == [3, 6] and len(run.metrics()) == 6
-    assert json.loads((run.directory / "neuron.json").read_text())["tensor_parallel_size"] == 1
-    weights = run.load_model().state_dict()
+    assert sorted(short_run.directory.rglob("*")) == before, "a compile phase is no attempt of the run"
+    trained = run_train(short_run.directory)
+    assert trained.returncode == 0 and "finished 4 steps" in trained.stdout, trained.stderr
+    assert short_run.checkpoints.steps() == [2, 4] and len(short_run.metrics()) == 4
+    weights = short_run.load_model().state_dict()
     assert all(weight.isfinite().all() for weight in weights.values())
-
-
-def test_a_run_resumes_from_nxd_files(standin, spec, recipe, tmp_path):
-    recipe = recipe.replace(num_steps=4, checkpoint_every=2, warmup_steps=0)
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
-    assert run_train(run.directory, standin).returncode == 0
-    kit.Run.create(run.directory, spec=spec, plan=run.plan, recipe=recipe.replace(num_steps=6), site=run.site)
-    again = run_train(run.directory, standin, KIT_ATTEMPT="2")
+    short_run.recipe.replace(num_steps=6).write(short_run.directory / "recipe.json")
+    again = run_train(short_run.directory, KIT_ATTEMPT="2")
     assert again.returncode == 0 and "resumed from step 4" in again.stdout, again.stderr
-    assert run.checkpoints.steps() == [4, 6]
+    assert short_run.checkpoints.steps() == [4, 6]
     with pytest.raises(CheckpointError, match="holds NxD's files"):
-        run.checkpoints.load(6, {}, spec=spec, distributed=False)
+        short_run.checkpoints.load(6, {}, spec=short_run.spec, distributed=False)
 
 
-def test_a_run_in_the_wrong_precision_does_not_start(standin, spec, recipe, tmp_path):
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe, site=kit.Site.load("laptop"))
-    done = run_train(run.directory, standin, NEURON_RT_STOCHASTIC_ROUNDING_EN="1")
+def test_a_run_in_the_wrong_precision_does_not_start(short_run):
+    run_directory, needed = short_run.directory, needed_environment(neuron_plan({}))
+    [rank] = start_training(run_directory, **needed | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
+    done = rank.wait()
     assert done.returncode == os.EX_CONFIG and "Traceback" not in done.stderr
     assert f"{ConfigError.__name__}: plan.precision" in done.stderr and "STOCHASTIC_ROUNDING_EN is '1'" in done.stderr

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,24 +17,23 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
-from cluster.state import JobState, read_state
+from cluster.state import read_state
 from kit.checkpoint import Checkpoints, CheckpointWriter
 from kit.commands.runs import engine as show_engine
 from kit.engines import build_engine
 from kit.engines.deepspeed import DeepSpeedEngine
 from kit.engines.deepspeed_config import check_batch, deepspeed_config, megatron_arguments
+from kit.engines.deepspeed_package import DeepSpeedError
 from kit.engines.deepspeed_start import import_deepspeed
 from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.workers import run_ranks
+from tests import parity
+from tests.parity import CPU, RECIPE, TOLERANCE, batches, differences, fit, train
+from tests.workers import run_ranks, start_training
 
-STEPS, BATCH = 10, 16
-TOLERANCE = 1e-5
-CPU = torch.device("cpu")
-RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
-ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, "zero_stage": 1}
+ALL = {**parity.ALL, "zero_stage": 1}
 LAYOUTS = {
     "one process": {},
     "DP2, ZeRO 0": {"data_parallel": 2},
@@ -55,67 +56,71 @@ def imported():
     import_deepspeed(CPU)
 
 
-def make_plan(changes: dict, engine: str = "deepspeed") -> Plan:
-    micro = 2 if "pipeline_parallel" in changes else 4
-    return Plan.from_dict({"micro_batch_size": micro, "global_batch_size": BATCH, "engine": engine, **changes})
+def make_plan(changes: dict) -> Plan:
+    return parity.make_plan(changes, "deepspeed")
 
 
-def batches(spec: ModelSpec, plan: Plan, data_rank: int) -> list[torch.Tensor]:
-    """Returns one replica's part of each step's batch."""
-    generator, share = torch.Generator().manual_seed(0), BATCH // plan.data_parallel
-    shape = (STEPS, BATCH, spec.sequence_length + 1)
-    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
-
-
-def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> tuple[float, list[tuple[float, float]]]:
-    """Returns this rank's validation loss before training, then (loss, gradient norm) of each step."""
-    engine = build_engine(spec, plan, recipe, CPU)
-    mine = batches(spec, plan, engine.data_rank)
-    return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
-
-
-def differences(per_rank: list, reference: tuple) -> dict[str, float]:
-    """Returns the largest relative differences of loss, gradient norm and validation loss."""
-    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
-    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
-    return {
-        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
-        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
-        "validation": abs(held_out - expected_held_out) / expected_held_out,
-    }
-
-
-@pytest.fixture(scope="module")
-def references(llama_spec, gpt_spec):
-    return {spec.name: run_ranks(1, train, spec, make_plan({}, "native"))[0] for spec in (llama_spec, gpt_spec)}
+def compare(layout: dict, spec: ModelSpec, native_run, recipe: Recipe = RECIPE) -> dict[str, float]:
+    """Returns the largest relative differences of a layout's loss, gradient norm and validation loss."""
+    plan = make_plan(layout)
+    spec = fit(spec, plan)
+    return differences(run_ranks(plan.num_devices, train, spec, plan, recipe), native_run(spec, recipe))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_llama_equals_the_native_engine(layout, llama_spec, references):
-    plan = make_plan(LAYOUTS[layout])
-    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), references[llama_spec.name])
+def test_llama_equals_the_native_engine(layout, llama_spec, native_run):
+    found = compare(LAYOUTS[layout], llama_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
-def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, references):
-    plan = make_plan(LAYOUTS[layout])
-    found = differences(run_ranks(plan.num_devices, train, gpt_spec, plan), references[gpt_spec.name])
+def test_gpt_with_tied_embeddings_equals_the_native_engine(layout, gpt_spec, native_run):
+    found = compare(LAYOUTS[layout], gpt_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2, "zero_stage": 1}, {"data_parallel": 2, "zero_stage": 2}, ALL])
-def test_bf16_follows_fp32(layout, llama_spec, references):
-    plan = make_plan({**layout, "precision": "bf16"})
-    found = differences(run_ranks(plan.num_devices, train, llama_spec, plan), references[llama_spec.name])
+def test_bf16_follows_fp32(layout, llama_spec, native_run):
+    found = compare({**layout, "precision": "bf16"}, llama_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.02, found
 
 
-def test_norms_are_told_without_clipping_too(llama_spec):
-    recipe = RECIPE.replace(gradient_clip=None)
-    expected = run_ranks(1, train, llama_spec, make_plan({}, "native"), recipe)[0]
-    plan = make_plan({"data_parallel": 2, "zero_stage": 1})
-    assert max(differences(run_ranks(2, train, llama_spec, plan, recipe), expected).values()) <= TOLERANCE
+@pytest.mark.parametrize("layout", [LAYOUTS["DP2, ZeRO 2"], LAYOUTS["DP2, ZeRO 3"], ALL])
+def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
+    found = compare({**layout, "precision": "fp16"}, llama_spec, native_run)
+    assert 0 < found["loss"] < 1e-4 and found["grad_norm"] < 1e-3, found
+
+
+def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, float], float]]:
+    """Returns gradient norm, scaling and a sum over the weights of four steps, the first with far too large a scale."""
+    config = deepspeed_config(plan, RECIPE)
+    config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 1}
+    engine = DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
+    steps = []
+    for samples in batches(spec, plan, engine.data_rank)[:4]:
+        _, norm = engine.train_step(samples, 1e-3)
+        weights = sum(float(weight.detach().double().abs().sum()) for weight in engine.parameters())
+        steps.append((norm, engine.loss_scaling(), weights))
+    return steps
+
+
+def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_spec):
+    plan = make_plan({"zero_stage": 1, "precision": "fp16"})
+    steps = run_ranks(1, steps_in_fp16, fit(llama_spec, plan), plan)[0]
+    assert [scaling["loss_scale"] for _, scaling, _ in steps] == [2.0**power for power in (29, 28, 27, 26)]
+    assert [scaling["skipped_steps"] for _, scaling, _ in steps] == [1, 2, 3, 4]
+    assert all(norm == float("inf") for norm, _, _ in steps) and len({weights for _, _, weights in steps}) == 1
+
+
+def test_fp16_is_deepspeeds_alone():
+    for engine in ("native", "neuron"):
+        with pytest.raises(ConfigError, match=f"plan.precision: 'fp16' is not allowed with engine '{engine}': only"):
+            Plan(precision="fp16", engine=engine)
+
+
+def test_norms_are_told_without_clipping_too(llama_spec, native_run):
+    found = compare(LAYOUTS["DP2, ZeRO 1"], llama_spec, native_run, RECIPE.replace(gradient_clip=None))
+    assert max(found.values()) <= TOLERANCE, found
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -140,11 +145,10 @@ def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> tuple[float,
     return engine.validation_loss(mine[5]), [engine.train_step(samples, 1e-3) for samples in mine[5:]]
 
 
-NATIVE_3D = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, "zero_stage": 1}
 MOVES = {
     "native to ZeRO 1": (("native", {"pipeline_parallel": 2}), ("deepspeed", LAYOUTS["DP2, ZeRO 1"])),
     "ZeRO 1 to native": (("deepspeed", LAYOUTS["DP2, ZeRO 1"]), ("native", {"tensor_parallel": 2})),
-    "native 3D to ZeRO 3": (("native", NATIVE_3D), ("deepspeed", LAYOUTS["DP2, ZeRO 3"])),
+    "native 3D to ZeRO 3": (("native", ALL), ("deepspeed", LAYOUTS["DP2, ZeRO 3"])),
     "ZeRO 3 to 3D": (("deepspeed", LAYOUTS["DP2, ZeRO 3"]), ("deepspeed", ALL)),
     "3D to native": (("deepspeed", ALL), ("native", {"data_parallel": 2, "zero_stage": 3})),
     "ZeRO 0 TP2 to PP2": (("deepspeed", LAYOUTS["TP2"]), ("deepspeed", LAYOUTS["PP2"])),
@@ -152,11 +156,11 @@ MOVES = {
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, references, tmp_path):
-    (before, after) = (make_plan(layout, engine) for engine, layout in MOVES[move])
+def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run, tmp_path):
+    before, after = (parity.make_plan(layout, engine) for engine, layout in MOVES[move])
     run_ranks(before.num_devices, train_and_save, gpt_spec, before, tmp_path)
     results = run_ranks(after.num_devices, load_and_train, gpt_spec, after, tmp_path)
-    expected = references[gpt_spec.name][1][5:]
+    expected = native_run(gpt_spec)[1][5:]
     for (loss, norm), (expected_loss, expected_norm) in zip(results[0][1], expected, strict=True):
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
@@ -185,9 +189,9 @@ def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
 
 def test_each_batch_number_is_compared():
     plan = make_plan({})
-    with pytest.raises(ConfigError, match="plan.global_batch_size: the plan says 16, but DeepSpeed reports 64"):
-        check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 4, "global_batch_size": 64})
-    check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 4, "global_batch_size": 16})
+    with pytest.raises(ConfigError, match="plan.global_batch_size: the plan says 8, but DeepSpeed reports 32"):
+        check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 32})
+    check_batch(plan, {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 8})
 
 
 def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
@@ -235,10 +239,33 @@ def test_what_deepspeed_cannot_do_is_refused_with_its_reason(changes, message):
 
 
 def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.metadata.version", Mock(side_effect=PackageNotFoundError))
     with pytest.raises(MissingPackageError, match="needs deepspeed, which is not installed"):
         kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
+    monkeypatch.setattr("importlib.metadata.version", Mock(return_value="0.12.3"))
+    with pytest.raises(DeepSpeedError, match="needs DeepSpeed 0.19: version 0.12.3 is installed. Run: pip install"):
+        kit.launch(tmp_path / "run", spec=llama_spec, plan=make_plan({}), recipe=RECIPE)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text('raise RuntimeError("undefined symbol: deepspeed_op")')
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "kit.engines.deepspeed_probe"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install" in done.stderr
+
+
+def test_a_notebook_shows_the_message_alone(capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+
+    code = "from kit.engines.deepspeed_package import DeepSpeedError; raise DeepSpeedError('it is too old')"
+    InteractiveShell(history_manager=None).run_cell(code)
+    shown = capsys.readouterr().out
+    assert "DeepSpeedError: plan.engine 'deepspeed' needs DeepSpeed 0.19: it is too old" in shown
+    assert "Traceback" not in shown and "---->" not in shown
 
 
 def test_frontier_175b_in_the_words_of_both():
@@ -270,11 +297,13 @@ def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
 
 
 def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tiny_dataset, tmp_path):
-    spec = llama_spec.replace(vocab_size=300)
+    spec = llama_spec.replace(vocab_size=300, num_layers=2)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3)
     plan = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed")
     alone = Plan(micro_batch_size=8, global_batch_size=8)
-    native = kit.launch(tmp_path / "native", spec=spec, plan=alone, recipe=recipe)
+    native = kit.Run.create(tmp_path / "native", spec=spec, plan=alone, recipe=recipe, site=kit.Site.load("laptop"))
+    unbroken = start_training(native.directory)[0].wait()
+    assert unbroken.returncode == 0, unbroken.stderr
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe)
     deadline = time.time() + 120
     while not run.checkpoints.steps():
@@ -284,14 +313,14 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tin
     assert state is not None and state.process is not None
     os.kill(state.process.pid, signal.SIGKILL)
     run.job.wait(timeout_s=20)
-    kit.resume(run.directory)
-    for job in (run, native):
-        status = job.job.wait(timeout_s=180)
-        assert status.state is JobState.DONE, f"{status}\n{job.job.logs()}"
+    assert "WARNING" not in run.job.logs() and (run.directory / "deepspeed.json").exists()
+    for rank in start_training(run.directory, 2, KIT_ATTEMPT="2"):
+        resumed = rank.wait()
+        assert resumed.returncode == 0 and "WARNING" not in resumed.stderr, resumed.stderr
     ours, theirs = run.metrics(), native.metrics()
     assert ours["step"].tolist() == list(range(1, 41)) and ours["attempt"][-1] == 2
     assert ours["loss"].tolist() == pytest.approx(theirs["loss"].tolist(), rel=TOLERANCE)
-    assert (run.directory / "deepspeed.json").exists() and "WARNING" not in run.job.logs()
     weights = dict(native.load_model().named_parameters())
     for name, parameter in run.load_model().named_parameters():
-        torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-5)
+        # AdamW divides a gradient near zero by its own size, and so makes of its rounding a part of a step of 3e-3.
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-4)

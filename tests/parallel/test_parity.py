@@ -4,19 +4,16 @@ import pytest
 import torch
 
 from kit.engines.native import NativeEngine
-from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from tests.parity import ALL, BATCH, TOLERANCE, differences, fit, make_plan, train
 from tests.workers import run_ranks
 
-STEPS, BATCH = 10, 16
-TOLERANCE = 1e-5
 PP2 = {"pipeline_parallel": 2}
 INTERLEAVED = {**PP2, "schedule": "interleaved", "virtual_stages": 2}
 ZERO_BUBBLE = {**PP2, "schedule": "zero_bubble", "virtual_stages": 2}
 ZBV = {**PP2, "schedule": "zbv", "virtual_stages": 2}
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
-ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
 
 LAYOUTS = {
     "recompute selective": {"recompute": "selective"},
@@ -36,7 +33,7 @@ LAYOUTS = {
     "PP2, zero bubble": ZERO_BUBBLE,
     "PP2, ZBV": ZBV,
     "PP4, 1F1B": {"pipeline_parallel": 4},
-    "PP4, 1F1B, 2 micro-batches": {"pipeline_parallel": 4, "micro_batch_size": 8},
+    "PP4, 1F1B, 2 micro-batches": {"pipeline_parallel": 4, "micro_batch_size": 4},
     "PP2 x DP2, ZeRO 3": {**PP2, "data_parallel": 2, "zero_stage": 3},
     "TP2 x PP2 x DP2": ALL,
     "TP2 x PP2 x DP2, SP, ZeRO 1": {**ALL, "sequence_parallel": True, "zero_stage": 1},
@@ -46,62 +43,30 @@ LAYOUTS = {
 GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
 
 
-def train(spec: ModelSpec, plan: Plan) -> tuple[float, list[tuple[float, float]]]:
-    """Returns this rank's validation loss before training, then (loss, gradient norm) of each step."""
-    recipe = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
-    engine = NativeEngine(spec, plan, recipe, torch.device("cpu"))
-    generator, share = torch.Generator().manual_seed(0), BATCH // plan.data_parallel
-    steps, held_out = [], None
-    for _ in range(STEPS):
-        batch = torch.randint(0, spec.vocab_size, (BATCH, spec.sequence_length + 1), generator=generator)
-        mine = batch[engine.data_rank * share : (engine.data_rank + 1) * share]
-        if held_out is None:
-            held_out = engine.validation_loss(mine)
-        steps.append(engine.train_step(mine, 1e-3))
-    assert held_out is not None
-    return held_out, steps
-
-
-def make_plan(changes: dict) -> Plan:
-    micro = 2 if "pipeline_parallel" in changes else 4
-    return Plan.from_dict({"micro_batch_size": micro, "global_batch_size": BATCH, **changes})
-
-
-def largest_difference(layout: dict, spec: ModelSpec, reference) -> dict[str, float]:
+def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
     """Returns the largest relative differences of a layout's loss, gradient norm and validation loss."""
     plan = make_plan(layout)
-    per_rank = run_ranks(plan.num_devices, train, spec, plan)
-    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
-    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
-    return {
-        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
-        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
-        "validation": abs(held_out - expected_held_out) / expected_held_out,
-    }
-
-
-@pytest.fixture(scope="module")
-def references(llama_spec, gpt_spec):
-    return {spec.name: run_ranks(1, train, spec, make_plan({}))[0] for spec in (llama_spec, gpt_spec)}
+    spec = fit(spec, plan)
+    return differences(run_ranks(plan.num_devices, train, spec, plan), native_run(spec))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_llama_layout_equals_one_process(layout, llama_spec, references, record_property):
-    differences = largest_difference(LAYOUTS[layout], llama_spec, references[llama_spec.name])
-    record_property("differences", differences)
-    assert max(differences.values()) <= TOLERANCE, differences
+def test_llama_layout_equals_one_process(layout, llama_spec, native_run, record_property):
+    found = compare(LAYOUTS[layout], llama_spec, native_run)
+    record_property("differences", found)
+    assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", GPT_LAYOUTS)
-def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, references):
-    differences = largest_difference(LAYOUTS[layout], gpt_spec, references[gpt_spec.name])
-    assert max(differences.values()) <= TOLERANCE, differences
+def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, native_run):
+    found = compare(LAYOUTS[layout], gpt_spec, native_run)
+    assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.parametrize("layout", ["DP2, ZeRO 1", "TP2 x PP2 x DP2, SP, ZeRO 1"])
-def test_bf16_follows_fp32(layout, llama_spec, references):
-    differences = largest_difference({**LAYOUTS[layout], "precision": "bf16"}, llama_spec, references[llama_spec.name])
-    assert 0 < differences["loss"] < 1e-3, differences
+def test_bf16_follows_fp32(layout, llama_spec, native_run):
+    found = compare({**LAYOUTS[layout], "precision": "bf16"}, llama_spec, native_run)
+    assert 0 < found["loss"] < 1e-3, found
 
 
 def test_training_lowers_the_loss_on_a_repeated_batch(llama_spec):

@@ -1,0 +1,112 @@
+"""DeepSpeed's universal checkpoints: a run's checkpoint as DeepSpeed itself goes on from it, and the way back.
+
+The kit's checkpoints do not depend on the layout, nor on the engine, and DeepSpeed has such a format too: under `zero/`
+a folder for each weight, whole, by the name that the module gives it, with its AdamW moments. Any DeepSpeed program
+that trains this module loads one on its own ranks and ZeRO stage, with "checkpoint": {"load_universal": true}. Source:
+deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of github.com/deepspeedai/DeepSpeed, 0.19.8.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kit.convert.names import fill
+from kit.convert.neuron import load_tensors
+from kit.errors import ConfigError, DataError
+from kit.model import Decoder, empty_decoder
+from kit.parallel.linear import split_dim
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+
+KINDS = {"fp32": "model", "exp_avg": "adamw.exp_avg", "exp_avg_sq": "adamw.exp_avg_sq"}
+"""DeepSpeed's files of a weight, and the kit's names of the same."""
+VERSION = "0.19.8"
+"""Whose reader this was tried with; DeepSpeed asks which version wrote a checkpoint."""
+
+
+def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
+    """Writes one checkpoint of a run (None: the newest) as DeepSpeed's universal checkpoint, and returns the folder.
+
+    Args:
+        run: trained by an engine whose checkpoints any layout reads.
+        step: of the checkpoint.
+        folder: is made; it must be absent or empty, and appears when it is complete.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or NxD wrote it.
+        ConfigError: the folder holds something.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+    step = run.checkpoints.newest() if step is None else step
+    shapes = {name: parameter.shape for name, parameter in empty_decoder(run.spec).named_parameters()}
+    state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values() for name, shape in shapes.items()}
+    run.checkpoints.load(step, state, spec=run.spec, distributed=False)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        part = Path(scratch) / "folder"
+        tag = part / f"global_step{step}"
+        for name in shapes:
+            _write_weight(tag / "zero" / name, name, state, step)
+        _write_common(tag, run.recipe, step)
+        (part / "latest_universal").write_text(tag.name)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+    return folder
+
+
+def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
+    """Returns the decoder of a universal checkpoint, fp32, on the CPU, in evaluation mode.
+
+    Args:
+        folder: `global_stepN`, written by the kit, or by DeepSpeed's converter for a module of the kit.
+        spec: of the model, which the files do not describe.
+
+    Raises:
+        DataError: a weight is missing, damaged or of another shape.
+    """
+    decoder = empty_decoder(spec).eval()
+
+    def read(name: str) -> Tensor:
+        file = Path(folder) / "zero" / name / "fp32.pt"
+        if not file.exists():
+            raise DataError(f"{file} does not exist. Give a folder global_stepN of a module with the kit's names.")
+        held: Any = load_tensors(file)
+        weight = held["param"] if isinstance(held, dict) else held
+        # From ZeRO 3, DeepSpeed's converter writes a weight as a row, with what padded it out to all ranks.
+        shape = decoder.get_parameter(name).shape
+        return weight[: shape.numel()].view(shape) if weight.ndim == 1 and len(weight) >= shape.numel() else weight
+
+    fill(decoder, read, Path(folder))
+    return decoder
+
+
+def _write_weight(folder: Path, name: str, state: dict[str, Tensor], step: int) -> None:
+    folder.mkdir(parents=True)
+    for theirs, ours in KINDS.items():
+        torch.save({"param": state[f"{ours}.{name}"], "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
+    torch.save(torch.tensor(float(step)), folder / "step.pt")
+
+
+def _write_common(tag: Path, recipe: Recipe, step: int) -> None:
+    """Writes what is not a weight's own: once as ZeRO 1 and 2 read it, once as ZeRO 3 does."""
+    group = {"lr": recipe.learning_rate_at(max(1, step)), "betas": (recipe.beta1, recipe.beta2), "eps": recipe.eps,
+             "weight_decay": recipe.weight_decay, "params": [0]}  # fmt: skip
+    optimizer = {
+        "ds_version": VERSION,
+        "clip_grad": recipe.gradient_clip or 0.0,
+        "param_groups": [group],
+        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [group]},
+    }
+    torch.save(optimizer, tag / "zero" / "optimizer_state.pt")
+    model = {"module": {}, "optimizer": None, "lr_scheduler": None, "dp_world_size": 1, "mp_world_size": 1,
+             "global_steps": step, "skipped_steps": 0, "ds_version": VERSION}  # fmt: skip
+    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(model, tag / file)

@@ -1,0 +1,69 @@
+"""Ten steps of a plan, and how far they are from the native engine's on one process: the measure of every engine.
+
+`python -m tests.parity_table` prints it for all engines and layouts.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+from kit.engines import build_engine
+from kit.engines.neuron_config import needed_environment
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
+RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
+CPU = torch.device("cpu")
+ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
+
+Trained = tuple[float, list[tuple[float, float]]]
+"""The validation loss before training, then (loss, gradient norm) of each step."""
+
+
+def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
+    """Returns a plan of two micro-batches, or in a pipeline of four, in which each stage has work of its own kind."""
+    count = 4 if "pipeline_parallel" in changes else 2
+    micro_batch_size = BATCH // (count * changes.get("data_parallel", 1))
+    return Plan.from_dict(
+        {"micro_batch_size": micro_batch_size, "global_batch_size": BATCH, "engine": engine, **changes}
+    )
+
+
+def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
+    """Returns the model with no more blocks than it takes: each is paid for on every rank, micro-batch and step."""
+    return spec.replace(num_layers=max(2, plan.num_stages))
+
+
+def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: bool = True) -> Any:
+    """Returns the plan's engine, in a worker process, whose environment it sets."""
+    if plan.engine == "neuron":
+        os.environ.update(needed_environment(plan))
+    return build_engine(spec, plan, recipe, CPU, initialise=initialise)
+
+
+def batches(spec: ModelSpec, plan: Plan, data_rank: int) -> list[torch.Tensor]:
+    """Returns one replica's part of each step's batch."""
+    generator, share = torch.Generator().manual_seed(0), plan.global_batch_size // plan.data_parallel
+    shape = (STEPS, plan.global_batch_size, spec.sequence_length + 1)
+    return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
+
+
+def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
+    """Returns what this rank says of ten steps."""
+    engine = build(spec, plan, recipe)
+    mine = batches(spec, plan, engine.data_rank)
+    return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
+
+
+def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:
+    """Returns the largest relative differences of loss, gradient norm and validation loss."""
+    assert all(result == per_rank[0] for result in per_rank), "ranks disagree about loss or gradient norm"
+    (held_out, steps), (expected_held_out, expected) = per_rank[0], reference
+    return {
+        "loss": max(abs(a[0] - b[0]) / b[0] for a, b in zip(steps, expected, strict=True)),
+        "grad_norm": max(abs(a[1] - b[1]) / b[1] for a, b in zip(steps, expected, strict=True)),
+        "validation": abs(held_out - expected_held_out) / expected_held_out,
+    }

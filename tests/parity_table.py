@@ -1,0 +1,82 @@
+"""`python -m tests.parity_table`: how far ten steps of each engine and layout are from the native one on one process.
+
+Largest relative differences of loss, gradient norm and weights (of a tensor: the largest difference over the largest
+weight), over all ranks, in fp32, on this machine's CPUs over gloo. The Neuron engine runs on the stand-in for NxD.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kit.checkpoint import Checkpoints
+from kit.convert.neuron import import_nxd
+from kit.engines.deepspeed_start import import_deepspeed
+from kit.engines.neuron_checkpoint import NxdCheckpoints
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.engines import test_neuron
+from tests.engines.conftest import STANDIN, VERSIONS, install
+from tests.parallel import test_deepspeed, test_parity
+from tests.parity import CPU, STEPS, Trained, batches, build, differences, fit, make_plan
+from tests.workers import run_ranks
+
+SPEC = ModelSpec.llama(
+    name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, ffn_hidden_size=64, vocab_size=128,
+    sequence_length=16,
+)  # fmt: skip
+ENGINES = {"native": test_parity.LAYOUTS, "deepspeed": test_deepspeed.LAYOUTS, "neuron": test_neuron.LAYOUTS}
+
+
+def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Trained:
+    """Returns what this rank says of ten steps; the weights that it holds then are left in `folder`."""
+    engine = build(spec, plan)
+    mine = batches(spec, plan, engine.data_rank)
+    said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
+    if plan.engine == "neuron":
+        checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=1, keep_every=None)
+        checkpoints.save({"step": STEPS, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan})
+        checkpoints.finish()
+        return said
+    held = {key: value for key, value in engine.state_dict().items() if key.startswith("model.")}
+    whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in held.items()}
+    torch.save({key.removeprefix("model."): value for key, value in whole.items()}, folder / f"{dist.get_rank()}.pt")
+    return said
+
+
+def measure(spec: ModelSpec, plan: Plan) -> tuple[list[Trained], dict[str, Tensor]]:
+    """Returns what all ranks say, and the whole model's weights after ten steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        said = run_ranks(plan.num_devices, train_and_leave_weights, spec, plan, folder)
+        if plan.engine == "neuron":
+            return said, import_nxd(folder / f"step_{STEPS:08d}", spec).state_dict()
+        return said, {key: weight for file in folder.glob("*.pt") for key, weight in torch.load(file).items()}
+
+
+def main() -> None:
+    """Prints a row of a Markdown table for each engine and layout."""
+    import_deepspeed(CPU)
+    installed = tempfile.TemporaryDirectory()
+    sys.path[:0] = [str(STANDIN), str(install(Path(installed.name) / "site", VERSIONS))]
+    print("| engine | layout | loss | gradient norm | weights |\n|---|---|---|---|---|")
+    for engine, layouts in ENGINES.items():
+        for name, changes in layouts.items():
+            plan = make_plan(changes, engine)
+            spec = fit(SPEC, plan)
+            said, weights = measure(spec, plan)
+            reference, expected = measure(spec, make_plan({}))
+            found = differences(said, reference[0])
+            assert weights.keys() == expected.keys()
+            strayed = max(
+                float((weights[key] - expected[key]).abs().max() / expected[key].abs().max()) for key in expected
+            )
+            print(f"| {engine} | {name} | {found['loss']:.0e} | {found['grad_norm']:.0e} | {strayed:.0e} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
