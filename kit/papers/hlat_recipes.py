@@ -109,7 +109,7 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 draw_curves(axis, layers)
                 axis.set(title="your runs: learning rate", xlabel="tokens, millions")
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
-            axis.legend(loc="lower left" if name in MODELS else "best", fontsize=7.5)
+            axis.legend(loc="upper right", fontsize=7.5)
         end = recipe("7B", "clamped").learning_rate_at(last_step("7B"))
         other = recipe("7B", "rescaled").learning_rate_at(last_step("7B"))
         text = (
