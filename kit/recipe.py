@@ -34,7 +34,8 @@ class Recipe(Record):
         "answer to a loss 12 median deviations above those before", default="ignore"
     )
     hung_after_s: float | None = field_doc(
-        "a rank whose step takes this long, and 10 x those before, ends the attempt (null: never)", default=40.0
+        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or engine neuron: never)",
+        default=40.0,
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
     keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)

@@ -70,9 +70,9 @@ class Trainer:
             self._resume(resume_from)
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
-        self.watchdog = Watchdog(
-            self.recipe.hung_after_s, rank=self.rank, alive=self._say_alive, silent_ranks=self._silent_ranks
-        )
+        # With engine neuron any step may compile, for longer than anyone would wait for a hung rank.
+        patience_s = None if self.plan.engine == "neuron" else self.recipe.hung_after_s
+        self.watchdog = Watchdog(patience_s, rank=self.rank, alive=self._say_alive, silent_ranks=self._silent_ranks)
         self.last_beat = float("-inf")
         self.is_stopped = False
 

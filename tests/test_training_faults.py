@@ -101,6 +101,33 @@ class Toll:
     recovery_s: list[float] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class Moment:
+    """When an attempt is killed: inside the write of a checkpoint, after some more steps, or while it still starts."""
+
+    writes: int | None
+    """Whole checkpoints to let pass before one is hit; None: any moment."""
+    steps: int
+    start_s: float
+    later_s: float
+    """Once the moment has come: so that it is not always the beginning of a write or a step."""
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> "Moment":
+        writes, steps = (draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None), draw.choice([0, *range(50)])
+        return cls(writes=writes, steps=steps, start_s=draw.uniform(0, 1), later_s=draw.uniform(0, 0.01))
+
+    def has_come(self, run: Run, size: int, before: list[int], elapsed_s: float) -> bool:
+        if self.writes is not None:
+            every, steps = run.recipe.checkpoint_every or 0, run.checkpoints.steps()
+            passed = max(steps, default=0) - max(before, default=0) >= self.writes * every
+            return passed and any(run.checkpoints.directory.glob("*.partial-*"))
+        if self.steps == 0:
+            return elapsed_s > self.start_s
+        file = run.directory / "metrics.jsonl"
+        return size_of(file) > size and file.read_bytes()[size:].count(b"\n") >= self.steps
+
+
 def contents(run: Run, steps: list[int]) -> dict[Path, int]:
     """Returns the checksum of every file of some checkpoints."""
     files = (file for step in steps for file in run.checkpoints.path(step).iterdir())
@@ -113,13 +140,13 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     steps, before = run.checkpoints.steps(), metrics.read_bytes() if metrics.exists() else b""
     kept = contents(run, steps)
     attempt = Attempt(run, number)
-    in_a_write, delay_s, recovered = draw.random() < 0.5, draw.uniform(0.0, 2.0), None
+    moment, recovered = Moment.drawn(draw), None
     while not attempt.is_over():
         elapsed = time.monotonic() - attempt.started
         if recovered is None and size_of(metrics) > len(before) + 1:
             recovered = elapsed
-        writing = any(run.checkpoints.directory.glob("*.partial-*"))
-        if kill and (elapsed > delay_s if not in_a_write else writing or elapsed > 10):
+        if kill and moment.has_come(run, len(before), steps, elapsed):
+            time.sleep(moment.later_s)
             break
         time.sleep(0.001)
     over = attempt.is_over()

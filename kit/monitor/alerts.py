@@ -57,6 +57,8 @@ class Alert(Record):
             return False
         if self.kind == "job":  # an attempt fails once, however often and late it is looked at
             return self.message.partition(":")[0] == other.message.partition(":")[0]
+        if self.kind == "guard":
+            return self.step == other.step
         if self.kind in ("nan", "spike"):
             return abs(self.step - other.step) <= SAME_WITHIN_STEPS
         return abs(self.time - other.time) <= SAME_WITHIN_S
