@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from kit.bench import checkpoints, data, engines, evaluate, monitor, overhead, scale, startup, train_speed
+from kit.bench import checkpoints, cold_start, data, engines, evaluate, monitor, overhead, scale, startup, train_speed
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -20,6 +20,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
     "engines": lambda workplace, dataset: engines.measure(workplace),
     "startup": startup.measure,
+    "cold_start": lambda workplace, dataset: cold_start.measure(workplace),
     "data": data.measure,
     "checkpoints": lambda workplace, dataset: checkpoints.measure(workplace),
     "overhead": overhead.measure,

@@ -1,33 +1,28 @@
 """Pipeline parallelism: which layers each rank holds, and torch's schedules over them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from kit.model import Decoder
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
 SCHEDULES = {
-    "gpipe": ScheduleGPipe,  # arXiv 1811.06965
-    "1f1b": Schedule1F1B,  # PipeDream-Flush, arXiv 2006.09503
-    "interleaved": ScheduleInterleaved1F1B,  # arXiv 2104.04473
-    "zero_bubble": ScheduleInterleavedZeroBubble,  # arXiv 2401.10241
-    "zbv": ScheduleZBVZeroBubble,  # arXiv 2401.10241
+    "gpipe": "ScheduleGPipe",  # arXiv 1811.06965
+    "1f1b": "Schedule1F1B",  # PipeDream-Flush, arXiv 2006.09503
+    "interleaved": "ScheduleInterleaved1F1B",  # arXiv 2104.04473
+    "zero_bubble": "ScheduleInterleavedZeroBubble",  # arXiv 2401.10241
+    "zbv": "ScheduleZBVZeroBubble",  # arXiv 2401.10241
 }
+"""Names in torch.distributed.pipelining, whose import takes a second that a run without a pipeline need not wait."""
 
 
 def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
@@ -54,11 +49,14 @@ def build_schedule(
     group: ProcessGroup,
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
+) -> "PipelineScheduleSingle | PipelineScheduleMulti":
     """Returns torch's schedule over this rank's stages. Gradients come out as the mean over micro-batches."""
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
     spec = decoders[0].spec
     stages = [
-        PipelineStage(
+        pipelining.PipelineStage(
             decoder,
             index,
             plan.num_stages,
@@ -69,10 +67,10 @@ def build_schedule(
         )
         for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True)
     ]
-    kind = SCHEDULES[plan.schedule]
+    kind: Any = getattr(pipelining, SCHEDULES[plan.schedule])
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
         # torch refuses so few. GPipe then takes the same time and holds as much on the first stage: every micro-batch.
-        kind = ScheduleGPipe
+        kind = pipelining.ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kit.bench import checkpoints, data
+from kit.bench import checkpoints, cold_start, data
 
 
 def test_data_is_read_both_ways_and_text_is_encoded(tiny_dataset, tmp_path: Path, monkeypatch) -> None:
@@ -20,3 +20,11 @@ def test_checkpoints_are_saved_and_loaded_and_compared_with_a_plain_write(llama_
     # Not faster than training waits: the stall is a part of the save.
     whole_ms = 1e3 * 12 * llama_spec.num_params / 1e6 / rows["save, to the disk"].value
     assert rows["stall of training by a save"].value < 3 * whole_ms
+
+
+def test_a_clone_comes_to_its_first_loss(tmp_path: Path) -> None:
+    """Without what a package index would have to answer; with the demo's model, on a tenth of its text."""
+    rows = {row.name: row for row in cold_start.measure(tmp_path, install=False, text_bytes=2_400_000)}
+    assert list(rows)[0] == "git clone" and rows["launch to first loss"].value > 0.5
+    whole = rows.pop("from `git clone` to the first loss").value
+    assert whole == sum(row.value for row in rows.values())
