@@ -297,7 +297,7 @@ def test_the_command_line_shows_both(gpt_spec, tmp_path, capsys):
 
 
 def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tiny_dataset, tmp_path):
-    spec = llama_spec.replace(vocab_size=300, num_layers=2)
+    spec = llama_spec.replace(vocab_size=300)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40, checkpoint_every=10, learning_rate=3e-3)
     plan = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8, engine="deepspeed")
     alone = Plan(micro_batch_size=8, global_batch_size=8)
@@ -322,5 +322,4 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tin
     assert ours["loss"].tolist() == pytest.approx(theirs["loss"].tolist(), rel=TOLERANCE)
     weights = dict(native.load_model().named_parameters())
     for name, parameter in run.load_model().named_parameters():
-        # AdamW divides a gradient near zero by its own size, and so makes of its rounding a part of a step of 3e-3.
-        torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-5)
