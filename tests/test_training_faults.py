@@ -29,6 +29,7 @@ import kit
 from cluster.process import Process
 from cluster.site import Site
 from cluster.state import JobError, JobState, read_history, read_state, update_state
+from kit import launcher
 from kit.bench.results import Row, load_average, row, write_results
 from kit.checkpoint import checksum
 from kit.engines.native import NativeEngine
@@ -201,7 +202,7 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, request):
 def test_killed_and_resumed_with_everything(prepare):
     """The whole way once: supervisor killed, found lost, resumed by the user's command."""
     run = prepare("whole", num_steps=5000, checkpoint_every=10)
-    kit.launcher.submit(run)
+    launcher.submit(run)
     deadline = time.monotonic() + 120
     while not run.checkpoints.steps():
         assert time.monotonic() < deadline, run.job.logs()
@@ -328,8 +329,8 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
     def sabotage(here: int) -> None:
         engine_step, one_step, now = NativeEngine._forward_backward, Trainer._one_step, {}
 
-        def forward_backward(self, *args):
-            loss = engine_step(self, *args)
+        def forward_backward(self, inputs, targets):
+            loss = engine_step(self, inputs, targets)
             if now["step"] == step and here == rank:
                 gradient = next(p.grad for p in self.parameters() if p.grad is not None)
                 local(gradient).fill_(value)
@@ -459,11 +460,11 @@ def overworked(here: int) -> None:
     """A sabotage: rank 1 computes 0.2 s longer than the other."""
     forward_backward = NativeEngine._forward_backward
 
-    def slower(self, *args):
+    def slower(self, inputs, targets):
         until = time.thread_time() + 0.2 * here
         while time.thread_time() < until:
             pass
-        return forward_backward(self, *args)
+        return forward_backward(self, inputs, targets)
 
     NativeEngine._forward_backward = slower
 
