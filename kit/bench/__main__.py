@@ -10,7 +10,19 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from kit.bench import checkpoints, cold_start, data, engines, evaluate, monitor, overhead, scale, startup, train_speed
+from kit.bench import (
+    checkpoints,
+    cold_start,
+    data,
+    engines,
+    evaluate,
+    gpu,
+    monitor,
+    overhead,
+    scale,
+    startup,
+    train_speed,
+)
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
@@ -26,6 +38,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "overhead": overhead.measure,
     "evaluate": evaluate.measure,
     "scale": lambda workplace, dataset: scale.measure(workplace),
+    "gpu": lambda workplace, dataset: gpu.measure(workplace),
     "monitor": lambda workplace, dataset: monitor.measure(workplace),
 }
 

@@ -1,4 +1,4 @@
-"""The training loops that `train_speed` compares: same shapes, weights, batches and AdamW, fp32, on a GPU or the CPU.
+"""The training loops that `train_speed` and `gpu` compare: same shapes, weights, batches and AdamW.
 
     python -m kit.bench.contestants NAME     each line on standard input is a number of steps to run; each answer a line
 
@@ -7,16 +7,20 @@ to, so that several can take turns.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
 import time
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from cluster.record import Record, field_doc
 from kit.convert.hugging_face import config_of
 from kit.convert.names import to_theirs
 from kit.engines import build_engine
@@ -28,12 +32,32 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from kit.train import keep_freed_memory
 
-BATCH_SIZE = 16
 NUM_BATCHES = 8
-SPEC = ModelSpec.preset("demo")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-3, weight_decay=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup(Record):
+    """What all train, and on what."""
+
+    spec: ModelSpec = field_doc("the model")
+    batch_size: int = field_doc("sequences of one step")
+    device: Literal["cpu", "cuda"] = field_doc("where", default="cpu")
+    precision: Literal["fp32", "bf16"] = field_doc("of the products; weights and moments are fp32", default="fp32")
+    compile: bool = field_doc("by torch.compile", default=False)
+    recompute: Literal["none", "selective"] = field_doc("by the kit; the others keep all activations", default="none")
+
+    @property
+    def plan(self) -> Plan:
+        """The kit's plan for it, on one device."""
+        return Plan(
+            global_batch_size=self.batch_size, micro_batch_size=self.batch_size, precision=self.precision,
+            compile=self.compile, recompute=self.recompute,
+        )  # fmt: skip
+
+
+DEMO = Setup(spec=ModelSpec.preset("demo"), batch_size=16)
 
 
 class Turns:
@@ -55,68 +79,68 @@ class Turns:
         self.left -= 1
         if self.left:
             return
-        loss = float(torch.as_tensor(loss).detach())  # waits for a GPU
+        value = float(torch.as_tensor(loss).detach())  # waits for an accelerator
         wall_s, cpu_s = time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
-        answer = {
-            "step_s": wall_s / self.steps,
-            "step_cpu_s": cpu_s / self.steps,
-            "loss": loss,
-        }
+        answer = {"step_s": wall_s / self.steps, "step_cpu_s": cpu_s / self.steps, "loss": value}
+        if torch.cuda.is_available():
+            answer["memory_bytes"] = torch.cuda.max_memory_allocated()
         print(json.dumps(answer), flush=True)
         self.wait()
 
 
-def batches() -> Tensor:
+def batches(setup: Setup) -> Tensor:
     """Returns the batches in memory, int64 [N, B, T + 1]. Random tokens: the time of a step does not depend on them."""
-    shape = (NUM_BATCHES, BATCH_SIZE, SPEC.sequence_length + 1)
-    return torch.randint(SPEC.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    shape = (NUM_BATCHES, setup.batch_size, setup.spec.sequence_length + 1)
+    return torch.randint(setup.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
-def kit(turns: Turns) -> None:
+def kit(turns: Turns, setup: Setup) -> None:
     """The kit's native engine, as one rank of a job runs it."""
-    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE))
+    _kit(turns, setup, setup.plan)
 
 
-def deepspeed_zero0(turns: Turns) -> None:
+def deepspeed_zero0(turns: Turns, setup: Setup) -> None:
     """The kit's DeepSpeed engine, as one rank of a job runs it, without ZeRO."""
-    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, engine="deepspeed"))
+    _kit(turns, setup, setup.plan.replace(engine="deepspeed", compile=False))
 
 
-def deepspeed_zero1(turns: Turns) -> None:
+def deepspeed_zero1(turns: Turns, setup: Setup) -> None:
     """The same with ZeRO 1, as in the Frontier recipe."""
-    _kit(turns, Plan(global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, engine="deepspeed", zero_stage=1))
+    _kit(turns, setup, setup.plan.replace(engine="deepspeed", compile=False, zero_stage=1))
 
 
-def _kit(turns: Turns, plan: Plan) -> None:
-    backend = "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    engine = build_engine(SPEC, plan, RECIPE, DEVICE)
-    data = batches()
+def _kit(turns: Turns, setup: Setup, plan: Plan) -> None:
+    backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
+    data = batches(setup)
     turns.wait()
     for samples in itertools.cycle(data):
         loss, _ = engine.train_step(samples, RECIPE.learning_rate)
         turns.step_done(loss)
 
 
-def plain(turns: Turns) -> None:
-    """The shortest loop over the kit's model with the fast parts of torch: fused AdamW, fused attention."""
-    model = build_decoder(SPEC, seed=RECIPE.seed).to(DEVICE)
+def plain(turns: Turns, setup: Setup) -> None:
+    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: fused AdamW and attention."""
+    model: Any = build_decoder(setup.spec, seed=RECIPE.seed).to(setup.device)
     optimizer = adamw(model.parameters(), RECIPE)
-    data = batches().to(DEVICE)
+    data = batches(setup).to(setup.device)
+    model = torch.compile(model) if setup.compile else model
+    half = setup.precision == "bf16"
     turns.wait()
     for samples in itertools.cycle(data):
         optimizer.zero_grad(set_to_none=True)
-        logits_BTV = model(samples[:, :-1])
-        loss = F.cross_entropy(logits_BTV.view(-1, SPEC.vocab_size), samples[:, 1:].reshape(-1))
+        with torch.autocast(setup.device, torch.bfloat16, enabled=half):
+            logits_BTV = model(samples[:, :-1])
+            loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), samples[:, 1:].reshape(-1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         turns.step_done(loss)
 
 
-def transformers(turns: Turns) -> None:
-    """Hugging Face's LlamaForCausalLM under its Trainer, without evaluation, saving or reports."""
+def transformers(turns: Turns, setup: Setup) -> None:
+    """Hugging Face's model of the same shapes and weights under its Trainer, without evaluation, saving or reports."""
     try:
         from transformers import Trainer, TrainerCallback, TrainingArguments
     except ImportError as error:
@@ -125,7 +149,7 @@ def transformers(turns: Turns) -> None:
     arguments = TrainingArguments(
         output_dir="unused",
         max_steps=10**6,
-        per_device_train_batch_size=BATCH_SIZE,
+        per_device_train_batch_size=setup.batch_size,
         optim="adamw_torch_fused",
         learning_rate=RECIPE.learning_rate,
         adam_beta1=RECIPE.beta1,
@@ -138,14 +162,16 @@ def transformers(turns: Turns) -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=DEVICE.type == "cpu",
+        use_cpu=setup.device == "cpu",
+        bf16=setup.precision == "bf16",
+        torch_compile=setup.compile,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
     )
     # `shift_labels` are targets as they are, so that all T positions count, as in the other loops.
-    rows = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in batches().flatten(0, 1)]
-    model, losses = llama(build_decoder(SPEC, seed=RECIPE.seed)), []
+    rows = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in batches(setup).flatten(0, 1)]
+    model, losses = theirs(build_decoder(setup.spec, seed=RECIPE.seed)), []
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.detach()))
 
     class TakeTurns(TrainerCallback):
@@ -159,14 +185,16 @@ def transformers(turns: Turns) -> None:
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[TakeTurns()]).train()  # type: ignore
 
 
-def llama(decoder: Decoder):
-    """Returns transformers' model of the same shapes and weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def theirs(decoder: Decoder) -> Any:
+    """Returns transformers' model of the same shapes and weights: its Llama, or its GPT-2."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**{**config_of(decoder.spec), "use_cache": False}))
-    model.load_state_dict(
-        to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
-    )
+    config = {**config_of(decoder.spec), "use_cache": False}
+    is_llama = decoder.spec.family == "llama"
+    model = LlamaForCausalLM(LlamaConfig(**config)) if is_llama else GPT2LMHeadModel(GPT2Config(**config))
+    weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # tied
     return model
 
 
@@ -178,12 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=CONTESTANTS)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--setup", type=Path, help="file; default: the demo model on the CPU")
     parser.add_argument("--keep-freed-memory", action="store_true", help="as the kit's ranks do")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.keep_freed_memory:
         keep_freed_memory()
-    CONTESTANTS[options.name](Turns())
+    CONTESTANTS[options.name](Turns(), Setup.read(options.setup) if options.setup else DEMO)
 
 
 if __name__ == "__main__":

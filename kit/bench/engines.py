@@ -3,6 +3,9 @@
 import statistics
 from pathlib import Path
 
+import torch
+
+from kit.bench.contestants import DEMO
 from kit.bench.results import Row, row
 from kit.bench.train_speed import Entrant, take_turns
 
@@ -26,7 +29,8 @@ def measure(workplace: Path, *, rounds: int = ROUNDS) -> list[Row]:
     Raises:
         RuntimeError: a process failed, or the engines do not train the same model.
     """
-    turns = take_turns(ENTRANTS, workplace, threads=1, rounds=rounds)
+    setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
+    turns = take_turns(ENTRANTS, workplace, threads=1, rounds=rounds, setup=setup)
     rows = []
     for name, times in turns.items():
         note = f"median of {rounds} rounds, {1000 * min(times):.0f} to {1000 * max(times):.0f}"
