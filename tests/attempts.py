@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.descendants import become_rank
 from cluster.state import JobState, log_path, update_state
 from kit.run import Run
 from kit.train import main
@@ -40,11 +41,13 @@ class Attempt:
         self.pids = [self._fork(rank, port, sabotage) for rank in range(run.plan.num_devices)]
 
     def _fork(self, rank: int, port: int, sabotage: Callable[[int], None] | None) -> int:
+        keeper = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         code = 1
         try:
+            become_rank(keeper)  # dies with the tests
             log = os.open(log_path(self.run.directory, self.number, rank), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
