@@ -6,6 +6,7 @@ to work; its rows say so and have no targets. The loss is over whole logits: chu
 
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def setups(has_gpu: bool) -> list[Setup]:
     )  # fmt: skip
     eight_layers = ModelSpec.preset("llama3-8b").replace(name="llama3-8b, 8 layers", num_layers=8, sequence_length=2048)
     specs = (ModelSpec.preset("gpt-1.4b").replace(sequence_length=2048), llama_1b, eight_layers)
-    given = {"device": "cuda", "precision": "bf16", "compile": True, "recompute": "selective"}
+    given: dict[str, Any] = {"device": "cuda", "precision": "bf16", "compile": True, "recompute": "selective"}
     return [Setup(spec=spec, batch_size=4, **given) for spec in specs]
 
 
