@@ -158,7 +158,10 @@ def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
     names = ("learning_rate", "min_learning_rate", "beta1", "beta2", "eps", "weight_decay", "gradient_clip")
     numbers = {name: known.value(f"recipe_{name}", model) for name in names}
     steps = {name: int(known.value(f"recipe_{name}", model)) for name in ("warmup_steps", "decay_steps", "seed")}
-    return Recipe(data="", num_steps=last_step(model), cosine_floor=cosine_floor, **numbers, **steps)
+    chosen = Recipe(
+        data="", num_steps=last_step(model), learning_rate=numbers["learning_rate"], cosine_floor=cosine_floor
+    )
+    return chosen.replace(**numbers, **steps)
 
 
 def last_step(model: str) -> int:
