@@ -40,14 +40,16 @@ class Guard:
         """Raises ConfigError if the plan's engine cannot do what the recipe asks for."""
         check_guard(recipe, plan)
         self.recipe = recipe
+        # In fp16 a gradient that overflows is the engine's sign to lower the loss scale: it skips that step itself.
+        self.judged = ("loss",) if plan.precision == "fp16" else ("loss", "gradient norm")
         self.recent: tuple[float, ...] = ()
         self.skipped, self.bad_in_a_row = 0, 0
         self.judges_before_update = "skip" in (recipe.on_nan, recipe.on_spike)
 
     def judge(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
         """Returns what to do about a step, and what is wrong with it in words; it changes nothing."""
-        for name, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if not math.isfinite(value):
+        for name, value in zip(("loss", "gradient norm"), (loss, grad_norm), strict=True):
+            if name in self.judged and not math.isfinite(value):
                 return self.recipe.on_nan, f"the {name} is {value}"
         if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
             return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {_median(self.recent):.4g})"
