@@ -1,0 +1,41 @@
+"""What goes wrong in training, done to real runs. `--kills 100` is the full form (`make faults`)."""
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.site import Site
+from kit.bench.results import load_average, write_results
+from kit.plan import Plan
+from kit.run import Run
+from tests.attempts import finished
+from tests.faults.cost import DP2, ROWS
+
+
+@pytest.fixture(scope="package", autouse=True)
+def results():
+    load = load_average()
+    yield
+    if ROWS:
+        write_results("training_faults", ROWS, command="make faults", load_before=load)
+
+
+@pytest.fixture
+def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
+    """Returns a function that makes a run directory; its keywords change recipe and plan."""
+
+    def prepared(name: str, plan: Plan = DP2, **changes) -> Run:
+        return Run.create(tmp_path / name, spec=spec, plan=plan, recipe=recipe.replace(**changes),
+                          site=Site.load("laptop"))  # fmt: skip
+
+    return prepared
+
+
+@pytest.fixture(scope="package")
+def with_checkpoints(tmp_path_factory, spec, recipe) -> Run:
+    """A finished run with checkpoints of steps 10, 20 and 30."""
+    short = recipe.replace(num_steps=30, checkpoint_every=10, keep_last=3)
+    run = Run.create(tmp_path_factory.mktemp("runs") / "run", spec=spec, plan=DP2, recipe=short,
+                     site=Site.load("laptop"))  # fmt: skip
+    finished(run)
+    return run

@@ -1,0 +1,29 @@
+"""What each fault costs in steps, bytes and seconds: rows for results/training_faults.json."""
+
+import numpy as np
+
+from kit.bench.results import Row, row
+from kit.plan import Plan
+from kit.run import Run
+
+DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
+ROWS: list[Row] = []
+
+
+def cost(name: str, value: float, unit: str, *, at_most: float | None = None, note: str = "") -> None:
+    ROWS.append(row(name, round(value, 2), unit, at_most=at_most, note=note))
+    slack = 3 if unit == "s" else 1  # the row tells a missed target; a busy machine alone must not fail the test
+    assert at_most is None or value <= slack * at_most, (name, value, note)
+
+
+def weights(run: Run) -> dict[str, np.ndarray]:
+    return {name: parameter.detach().numpy() for name, parameter in run.load_model().named_parameters()}
+
+
+def assert_same(ours: Run, theirs: Run) -> None:
+    """Losses, gradient norms and final weights are the same, bit for bit."""
+    for name in ("step", "loss", "grad_norm"):
+        np.testing.assert_array_equal(ours.metrics()[name], theirs.metrics()[name], err_msg=name)
+    expected = weights(theirs)
+    for name, weight in weights(ours).items():
+        assert np.array_equal(weight, expected[name]), name

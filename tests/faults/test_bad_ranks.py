@@ -1,0 +1,124 @@
+"""Ranks that are slow, hang, or run out of memory."""
+
+import os
+import re
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kit.engines.native import NativeEngine
+from kit.memory_advice import changes, estimated
+from kit.monitor.alerts import STRAGGLER
+from kit.monitor.ranks import RankTimes
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+from kit.train import Trainer
+from tests.attempts import Attempt, finished
+from tests.faults.cost import DP2, cost
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def overworked(here: int) -> None:
+    """A sabotage: rank 1 computes 0.2 s longer than the other."""
+    forward_backward = NativeEngine._forward_backward
+
+    def slower(self, inputs, targets):
+        until = time.thread_time() + 0.2 * here
+        while time.thread_time() < until:
+            pass
+        return forward_backward(self, inputs, targets)
+
+    NativeEngine._forward_backward = slower
+
+
+def test_slow_rank_is_named_though_all_wait_for_it(prepare):
+    run = prepare("slow", num_steps=10_000)
+    attempt, ranks = Attempt(run, 1, overworked), RankTimes(run.directory, 2)
+    start = None
+    while (slowest := ranks.slowest()) is None or slowest.ratio < STRAGGLER:
+        assert not attempt.is_over() and time.monotonic() - attempt.started < 90, attempt.log()
+        if ranks.look(1) and start is None:
+            start = time.monotonic()
+        time.sleep(0.02)
+    attempt.kill()
+    assert start is not None and slowest.rank == 1
+    cost("slow rank: named after", time.monotonic() - start, "s", at_most=60, note=str(slowest).partition(" takes ")[2])
+
+
+def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
+    is_full = request.config.getoption("--kills") >= 100
+    run = prepare("hung", num_steps=100_000, **({} if is_full else {"hung_after_s": 3.0}))
+    attempt = Attempt(run)
+    while not attempt.is_over() and run.metrics().summary()["step"] < 30:
+        time.sleep(0.01)
+    os.kill(attempt.pids[1], signal.SIGSTOP)
+    start, newest = time.monotonic(), run.checkpoints.steps()[-1]
+    while 0 not in attempt.codes:
+        attempt.is_over()
+        assert time.monotonic() - start < 90, attempt.log()
+        time.sleep(0.01)
+    took = time.monotonic() - start
+    attempt.kill()
+    assert attempt.codes[0] == 1
+    last = attempt.log().strip().splitlines()[-1]
+    assert re.fullmatch(r"Hung: no step for \d+ s after step \d+: rank 1 no longer answers\.", last), attempt.log()
+    assert "Current thread" in attempt.log() or "Thread 0x" in attempt.log()
+    cost(
+        "hung rank: attempt ended, rank named", took, "s", at_most=60, note=f"hung_after_s {run.recipe.hung_after_s:g}"
+    )
+    again = run.recipe.replace(num_steps=run.metrics().summary()["step"] + 5)
+    again.write(run.directory / "recipe.json")
+    assert (finished(Run.open(run.directory), 2).resumed_from() or 0) >= newest
+
+
+def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
+    run = prepare("thawed", num_steps=150, hung_after_s=1.0)
+    attempt = Attempt(run)
+    while not attempt.is_over() and run.metrics().summary()["step"] < 30:
+        time.sleep(0.005)
+    for number, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
+        for pid in attempt.pids:
+            os.kill(pid, number)
+        time.sleep(pause_s)
+    assert attempt.wait() == [0, 0], attempt.log()
+
+
+def starved(_: int) -> None:
+    """A sabotage: from the third step on this process may have 64 MB more than it has now."""
+    one_step = Trainer._one_step
+
+    def limited(self):
+        if self.step == 2:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + (64 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            self.plan = self.engine.plan = self.plan.replace(micro_batch_size=1024, global_batch_size=2048)
+        return one_step(self)
+
+    Trainer._one_step = limited
+
+
+def test_out_of_memory_gives_the_planners_advice(prepare):
+    run = prepare("starved", DP2.replace(micro_batch_size=4), num_steps=10)
+    attempt = Attempt(run, 1, starved)
+    start = time.monotonic()
+    codes = attempt.wait()
+    last = [attempt.log(rank).strip().splitlines()[-1] for rank in (0, 1) if codes[rank] == os.EX_CONFIG]
+    assert last, attempt.log()
+    assert last[0].startswith("Out of memory. Estimated need of a device: ")
+    assert "--set plan.micro_batch_size=2" in last[0] and f"`kit resume {run.directory} --set" in last[0]
+    cost("out of memory: ended with the planner's advice", time.monotonic() - start, "s", at_most=60)
+
+
+def test_advice_counts_what_each_change_would_need():
+    spec = ModelSpec.preset("gpt-22b")
+    plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64, precision="bf16")
+    now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], reserved=True)
+    assert {"micro_batch_size": 2} in [option.changes for option in options]
+    assert all(option.used_bytes < now.used_bytes for option in options)
+    assert all(plan.replace(**option.changes).check(spec) is None for option in options)

@@ -1,0 +1,152 @@
+"""Losses and gradients that are not finite, and spikes: stop, skip, roll back."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import kit
+from kit.engines.native import NativeEngine
+from kit.errors import ConfigError
+from kit.monitor.alerts import AlertLog
+from kit.parallel.gradients import local
+from kit.train import Trainer
+from tests.attempts import Attempt, finished
+from tests.faults.cost import DP2, assert_same, cost
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], None]:
+    """Returns a sabotage: one rank's gradient of one weight is not finite at one step."""
+
+    def sabotage(here: int) -> None:
+        engine_step, one_step, now = NativeEngine._forward_backward, Trainer._one_step, {}
+
+        def forward_backward(self, inputs, targets):
+            loss = engine_step(self, inputs, targets)
+            if now["step"] == step and here == rank:
+                gradient = next(p.grad for p in self.parameters() if p.grad is not None)
+                local(gradient).fill_(value)
+            return loss
+
+        def remembered(self):
+            now["step"] = self.step + 1
+            return one_step(self)
+
+        NativeEngine._forward_backward, Trainer._one_step = forward_backward, remembered
+
+    return sabotage
+
+
+def garble(*steps: int) -> Callable[[int], None]:
+    """Returns a sabotage: the batches of some steps hold random tokens, as a damaged shard does."""
+
+    def sabotage(_: int) -> None:
+        batch = Trainer._batch
+
+        def garbled(self, samples, first):
+            tokens = batch(self, samples, first)
+            if samples is self.samples and first // self.plan.global_batch_size + 1 in steps:
+                return torch.randint(0, 300, tokens.shape, generator=torch.Generator().manual_seed(first))
+            return tokens
+
+        Trainer._batch = garbled
+
+    return sabotage
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradient_that_is_not_finite_stops_before_anything_is_overwritten(prepare, value):
+    run = prepare("stopped", num_steps=30, checkpoint_every=5)
+    attempt = Attempt(run, 1, poison(10, rank=1, value=value))
+    assert attempt.wait() == [os.EX_CONFIG] * 2
+    assert run.checkpoints.steps() == [5], "the checkpoint that is due at the bad step is not written"
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == list(range(1, 11)) and not math.isfinite(metrics["grad_norm"][-1])
+    assert re.search(r"RunError: stopped at step 10: the gradient norm is (nan|inf)\. The checkpoint of step 5 is from",
+                     attempt.log())  # fmt: skip
+    cost(f"{value} gradient, stop: steps lost beyond the last checkpoint", 0 if run.checkpoints.steps() == [5] else 5,
+         "", at_most=0, note="stopped at step 10, checkpoint of step 5 intact")  # fmt: skip
+
+
+LAYOUTS = {
+    "DP2": DP2.replace(zero_stage=0),
+    "ZeRO1": DP2,
+    "ZeRO3": DP2.replace(zero_stage=3),
+    "TP2": DP2.replace(data_parallel=1, zero_stage=0, tensor_parallel=2),
+    "PP2": DP2.replace(data_parallel=1, zero_stage=0, pipeline_parallel=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, layout):
+    run = prepare(layout, LAYOUTS[layout], num_steps=8, warmup_steps=2, checkpoint_every=None, on_nan="skip")
+    finished(run, 1, poison(4, rank=1))
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
+    # Without sharing, each replica has a norm of its own, and the metrics hold that of rank 0, which saw no fault.
+    assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert run.checkpoints.manifest(8).skipped == 1
+    (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
+    assert alert.kind == "guard" and "its update was dropped" in alert.message
+    reference = prepare("reference", LAYOUTS["DP2"], num_steps=8, warmup_steps=2, checkpoint_every=None, on_nan="skip")
+    finished(reference, 1, poison(4, rank=0))
+    np.testing.assert_allclose(run.metrics()["loss"], reference.metrics()["loss"], rtol=1e-5)
+    assert reference.metrics()["loss"][4] != pytest.approx(reference.metrics()["loss"][3], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "steps", "sabotage"),
+    [("skip", {"on_nan": "skip"}, poison(13, rank=0)), ("roll back", {"on_nan": "roll_back"}, poison(13, rank=0)),
+     ("skip", {"on_spike": "skip"}, garble(102, 103)), ("roll back", {"on_spike": "roll_back"}, garble(102))],
+    ids=["nan-skip", "nan-roll_back", "spike-skip", "spike-roll_back"],
+)  # fmt: skip
+def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(prepare, answer, steps, sabotage):
+    """The second run ends right after the fault, and goes on from a checkpoint before it or after it."""
+    last, cut = (30, 14) if "on_nan" in steps else (110, 104)
+    settings = {"checkpoint_every": 10 if "on_nan" in steps else 50, "decay_steps": last, **steps}
+    straight = prepare("straight", num_steps=last, **settings)
+    finished(straight, 1, sabotage)
+    broken = prepare("broken", num_steps=last, **settings)
+    attempt = Attempt(broken, 1, sabotage)
+    while broken.metrics().summary()["step"] < cut:  # just after the fault, before the next checkpoint
+        assert not attempt.is_over(), attempt.log()
+    attempt.kill()
+    finished(broken, 2, sabotage)
+    assert_same(broken, straight)
+    rows = [json.loads(line) for line in (straight.directory / "metrics.jsonl").read_text().splitlines()]
+    dropped = sum(row.get("skipped", 0) for row in rows)
+    expected = {"nan skip": 1, "nan roll back": 3, "spike skip": 2, "spike roll back": 2}
+    expected = expected[f"{'nan' if 'on_nan' in steps else 'spike'} {answer}"]
+    manifest = straight.checkpoints.manifest(last)
+    assert manifest.skipped == dropped == expected
+    assert manifest.samples == last * straight.plan.global_batch_size, "every batch is accounted for"
+    what = "NaN" if "on_nan" in steps else "loss spike"
+    cost(f"{what}, {answer}: updates dropped", dropped, "",
+         note="recorded in metrics and manifest; killed after it and resumed, bit for bit the same")  # fmt: skip
+
+
+def test_skipping_without_end_stops(prepare):
+    run = prepare("hopeless", num_steps=40, checkpoint_every=5, on_nan="skip")
+
+    def sabotage(rank: int) -> None:
+        for step in range(7, 30):
+            poison(step, rank=0)(rank)
+
+    attempt = Attempt(run, 1, sabotage)
+    assert attempt.wait() == [os.EX_CONFIG] * 2
+    assert "10 bad steps in a row" in attempt.log() and run.metrics()["step"][-1] == 16
+
+
+def test_answers_that_an_engine_cannot_give_are_refused_before_anything_starts(spec, recipe, tmp_path):
+    plan = DP2.replace(engine="deepspeed")
+    with pytest.raises(ConfigError, match="recipe.on_spike: 'roll_back' is not allowed with plan.engine 'deepspeed'"):
+        kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=recipe.replace(on_spike="roll_back"))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,104 @@
+"""Damaged checkpoints are found by their checksums and kept aside; the one before is used."""
+
+import json
+import os
+import shutil
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+from cluster.state import read_history, read_state
+from kit.checkpoint import checksum
+from kit.errors import CheckpointError
+from kit.monitor.alerts import AlertLog
+from kit.run import Run
+from tests.attempts import Attempt, finished
+from tests.faults.cost import assert_same, cost
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def torn(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def bit_flipped(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def damaged(with_checkpoints, tmp_path) -> Run:
+    """The same after step 20: its newest checkpoint is to be damaged."""
+    shutil.copytree(with_checkpoints.directory, tmp_path / "damaged")
+    run = Run.open(tmp_path / "damaged")
+    shutil.rmtree(run.checkpoints.path(30))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("damage", "which"),
+    [(torn, "*.distcp"), (bit_flipped, "*.distcp"), (bit_flipped, ".metadata"), (bit_flipped, "manifest.json")],
+)
+def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(with_checkpoints, damaged, damage, which):
+    folder = damaged.checkpoints.path(20)
+    damage(min(folder.glob(which)))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    attempt = finished(damaged, 2)
+    assert attempt.resumed_from() == 10 and damaged.checkpoints.steps() == [10, 20, 30]
+    assert_same(damaged, with_checkpoints)
+    kept = {file.name: file.read_bytes() for file in folder.with_suffix(".damaged-2").iterdir()}
+    assert kept == before
+    said = "the checkpoint of step 20 is damaged and kept as step_00000020.damaged-2"
+    assert f"WARNING: {said}" in attempt.log() and "went on from step 10" in attempt.log()
+    assert any(said in event.reason for event in read_history(damaged.directory))
+    state = read_state(damaged.directory)
+    assert state is not None and said in state.notice
+    alerts = AlertLog(damaged.directory / "alerts.jsonl").alerts
+    assert [(alert.kind, alert.level) for alert in alerts] == [("checkpoint", "error")]
+    lost = sum(map(len, before.values())) - sum(map(len, kept.values()))
+    name = f"checkpoint {damage.__name__.replace('_', ' ')} ({which}): bytes lost"
+    cost(name, lost, "", at_most=0, note="found by size or checksum, kept aside, the one before is used, said so")
+
+
+def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
+    for step in (10, 20):
+        bit_flipped(min(damaged.checkpoints.path(step).glob("*.distcp")))
+    attempt = Attempt(damaged, 2)
+    assert attempt.wait() == [os.EX_CONFIG] * 2
+    assert "are damaged, nothing was changed" in attempt.log()
+    assert damaged.checkpoints.steps() == [10, 20]
+
+
+def test_damaged_checkpoint_is_not_evaluated(damaged):
+    bit_flipped(max(damaged.checkpoints.path(20).glob("*.distcp")))
+    with pytest.raises(CheckpointError, match="distcp is damaged: its checksum"):
+        damaged.load_model(20)
+    torn(max(damaged.checkpoints.path(20).glob("*.distcp")))
+    with pytest.raises(CheckpointError, match="but its manifest says"):
+        damaged.load_model(20)
+
+
+def test_checkpoint_without_checksums_is_still_read(damaged, with_checkpoints):
+    """As the kit wrote them before it had checksums."""
+    file = damaged.checkpoints.path(20) / "manifest.json"
+    old = json.loads(file.read_text())
+    for name in ("checksums", "skipped", "recent_losses"):
+        del old[name]
+    file.write_text(json.dumps(old))
+    assert finished(damaged, 2).resumed_from() == 20
+    assert_same(damaged, with_checkpoints)
+
+
+def test_verification_is_fast(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(1 << 20) * 64)
+    start = time.perf_counter()
+    assert checksum(file) == zlib.crc32(file.read_bytes())
+    rate = file.stat().st_size / (time.perf_counter() - start) / 1e6
+    cost("verification of a checkpoint, each rank", rate, "MB/s",
+         note="CRC-32, file in the page cache; ranks read side by side; a core that others use too")  # fmt: skip
+    assert rate > 50

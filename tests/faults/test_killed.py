@@ -1,0 +1,158 @@
+"""Killed at any moment, a run loses no finished checkpoint and ends as an unbroken one."""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+
+import kit
+from cluster.state import read_state
+from kit import launcher
+from kit.run import Run
+from tests.attempts import Attempt, finished, size_of
+from tests.faults.cost import assert_same, cost
+
+pytestmark = pytest.mark.timeout(900)
+SEED = 8
+
+
+@dataclasses.dataclass
+class Toll:
+    """What kills have cost so far."""
+
+    kills: int = 0
+    in_writes: int = 0
+    steps_repeated: list[int] = dataclasses.field(default_factory=list)
+    steps_lost: int = 0
+    bytes_lost: int = 0
+    recovery_s: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Moment:
+    """When an attempt is killed: inside the write of a checkpoint, after some more steps, or while it still starts."""
+
+    writes: int | None
+    """Whole checkpoints to let pass before one is hit; None: any moment."""
+    steps: int
+    start_s: float
+    later_s: float
+    """Once the moment has come: so that it is not always the beginning of a write or a step."""
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> "Moment":
+        writes, steps = (draw.choice([0, 1, 1, 2]) if draw.random() < 0.5 else None), draw.choice([0, *range(50)])
+        return cls(writes=writes, steps=steps, start_s=draw.uniform(0, 1), later_s=draw.uniform(0, 0.01))
+
+    def has_come(self, run: Run, size: int, before: list[int], elapsed_s: float) -> bool:
+        if self.writes is not None:
+            every, steps = run.recipe.checkpoint_every or 0, run.checkpoints.steps()
+            passed = max(steps, default=0) - max(before, default=0) >= self.writes * every
+            return passed and any(run.checkpoints.directory.glob("*.partial-*"))
+        if self.steps == 0:
+            return elapsed_s > self.start_s
+        file = run.directory / "metrics.jsonl"
+        return size_of(file) > size and file.read_bytes()[size:].count(b"\n") >= self.steps
+
+
+def contents(run: Run, steps: list[int]) -> dict[Path, int]:
+    """Returns the checksum of every file of some checkpoints."""
+    files = (file for step in steps for file in run.checkpoints.path(step).iterdir())
+    return {file: zlib.crc32(file.read_bytes()) for file in files}
+
+
+def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) -> bool:
+    """Runs one attempt, kills it at a random moment or in mid-write, and returns whether it had finished."""
+    metrics = run.directory / "metrics.jsonl"
+    steps, before = run.checkpoints.steps(), metrics.read_bytes() if metrics.exists() else b""
+    kept = contents(run, steps)
+    attempt = Attempt(run, number)
+    moment, recovered = Moment.drawn(draw), None
+    while not attempt.is_over():
+        elapsed = time.monotonic() - attempt.started
+        if recovered is None and size_of(metrics) > len(before) + 1:
+            recovered = elapsed
+        if kill and moment.has_come(run, len(before), steps, elapsed):
+            time.sleep(moment.later_s)
+            break
+        time.sleep(0.001)
+    over = attempt.is_over()
+    attempt.kill()
+    assert not over or set(attempt.codes.values()) == {0}, attempt.log()
+    if not over:
+        toll.kills += 1
+        toll.in_writes += any(run.checkpoints.directory.glob("*.partial-*"))
+    if number > 1 and recovered is not None:
+        toll.recovery_s.append(recovered)
+    resumed = attempt.resumed_from()
+    if steps and resumed is not None:
+        toll.steps_lost += max(0, steps[-1] - resumed)
+    toll.bytes_lost += len(before) - len(os.path.commonprefix([before, metrics.read_bytes() if before else b""]))
+    changed = [file for file, value in kept.items() if file.exists() and zlib.crc32(file.read_bytes()) != value]
+    toll.bytes_lost += sum(map(size_of, changed))
+    if not over:
+        recorded = [json.loads(line)["step"] for line in metrics.read_bytes().split(b"\n")[:-1]] if recovered else []
+        toll.steps_repeated.append(max(0, max(recorded, default=0) - max(run.checkpoints.steps(), default=0)))
+    return over
+
+
+def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, request):
+    kills, draw, toll = request.config.getoption("--kills"), random.Random(SEED), Toll()
+    unbroken = prepare("unbroken")
+    finished(unbroken)
+    for name in itertools.count():
+        run = prepare(f"killed{name}")
+        number = 1
+        while not live(run, number, draw, toll, kill=toll.kills < kills):
+            number += 1
+        assert_same(run, unbroken)
+        assert not list(run.checkpoints.directory.glob("*.*")), "parts of checkpoints are left"
+        if toll.kills >= kills:
+            break
+        shutil.rmtree(run.directory)
+    every = unbroken.recipe.checkpoint_every
+    note = (
+        f"{toll.kills} kills of 2 ranks, {toll.in_writes} of them inside a checkpoint write; {name + 1} runs, each bit "
+    )
+    cost("SIGKILL: steps lost beyond the last complete checkpoint", toll.steps_lost, "", at_most=0,
+         note=note + "for bit as if unbroken")  # fmt: skip
+    cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, "", at_most=0)
+    assert every is not None
+    # One checkpoint may be due and another still on its way to the disk.
+    cost("SIGKILL: most steps to repeat", max(toll.steps_repeated), "", at_most=2 * every,
+         note=f"a checkpoint every {every} steps")  # fmt: skip
+    cost("SIGKILL: seconds to the next step, median", statistics.median(toll.recovery_s), "s",
+         note=f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch")  # fmt: skip
+
+
+def test_killed_and_resumed_with_everything(prepare):
+    """The whole way once: supervisor killed, found lost, resumed by the user's command."""
+    run = prepare("whole", num_steps=5000, checkpoint_every=10)
+    launcher.submit(run)
+    deadline = time.monotonic() + 120
+    while not run.checkpoints.steps():
+        assert time.monotonic() < deadline, run.job.logs()
+        time.sleep(0.01)
+    state = read_state(run.directory)
+    assert state is not None and state.process is not None
+    os.kill(state.process.pid, signal.SIGKILL)
+    run.job.wait(timeout_s=30)
+    newest, start = run.checkpoints.steps()[-1], time.monotonic()
+    again = kit.resume(run.directory)
+    while (again.metrics().summary().get("attempt") or 0) < 2:
+        assert time.monotonic() - start < 120, again.job.logs()
+        time.sleep(0.05)
+    cost("SIGKILL of the supervisor: `kit resume` to the next step", time.monotonic() - start, "s", at_most=60,
+         note="start of Python and torch included")  # fmt: skip
+    again.job.cancel()
+    again.job.wait(timeout_s=30)
+    assert f"resumed from step {newest}" in again.job.logs()

@@ -1,0 +1,145 @@
+"""Clocks that jump, directories that cannot be written, launches in each other's way."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import kit
+from cluster.process import Process
+from cluster.state import JobError, JobState, read_state, update_state
+from kit.errors import RunError
+from kit.run import Run
+from kit.train import Trainer
+from tests.attempts import Attempt, finished
+from tests.faults.cost import DP2, assert_same, cost
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def jumpy(offsets: dict[int, float]) -> Callable[[int], None]:
+    """Returns a sabotage: the wall clock is so many seconds off from some steps on."""
+
+    def sabotage(_: int) -> None:
+        now, one_step, offset = time.time, Trainer._one_step, [0.0]
+
+        def stepped(self):
+            offset[0] = offsets.get(self.step, offset[0])
+            return one_step(self)
+
+        Trainer._one_step = stepped
+        time.time = lambda: now() + offset[0]
+
+    return sabotage
+
+
+def test_clock_that_jumps_changes_nothing_but_the_times_that_are_written(prepare, with_checkpoints):
+    settings = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "hung_after_s": 5.0}
+    run = prepare("jumpy", **settings)
+    finished(run, 1, jumpy({5: 7200.0, 12: -7200.0, 20: 0.0}))
+    assert_same(run, with_checkpoints)
+    metrics = run.metrics()
+    assert (np.diff(metrics["time"]) < -7000).any(), "the clock did jump"
+    assert (metrics["step_time_s"] > 0).all() and metrics["step_time_s"].max() < 60
+    assert run.checkpoints.steps() == [10, 20, 30]
+
+
+def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
+    run = prepare("back", num_steps=100_000)
+    attempt = Attempt(run, 1, jumpy({5: -7200.0}))
+    seen: set[int] = set()
+    start = time.monotonic()
+    while len(seen) < 4:
+        state = read_state(run.directory)
+        if state is not None and state.step:
+            seen.add(state.step)
+        assert time.monotonic() - start < 60 and not attempt.is_over(), attempt.log()
+        time.sleep(0.05)
+    attempt.kill()
+    cost("clock set back two hours: longest silence of the heartbeats", (time.monotonic() - start) / 4, "s", at_most=10,
+         note="metrics in order, step times as before, nothing judged hung")  # fmt: skip
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A directory on a file system that is mounted read-only (root may write to others)."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_read_only_directory_is_told_before_anything_starts(spec, recipe, read_only):
+    start = time.monotonic()
+    with pytest.raises(RunError, match="run cannot be written: Read-only file system. Use another run directory"):
+        kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
+    cost("read-only directory: refused", time.monotonic() - start, "s", at_most=5, note="before anything starts")
+
+
+def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(prepare, tmp_path, spec, recipe):
+    """The loser asks for another plan, which must not reach the winner's files."""
+    directory = tmp_path / "twice"
+    (tmp_path / "spec.json").write_text(spec.to_json())
+    (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
+    code = (
+        "import sys, kit; from kit.recipe import Recipe; from kit.spec import ModelSpec; from pathlib import Path\n"
+        "here = Path(sys.argv[1]); plan = kit.Plan(global_batch_size=int(sys.argv[2]))\n"
+        "sys.stdin.readline()\n"
+        "run = kit.launch(here / 'twice', spec=ModelSpec.read(here / 'spec.json'), plan=plan,\n"
+        "                 recipe=Recipe.read(here / 'recipe.json'))\n"
+    )
+    launches = {
+        batch: subprocess.Popen([sys.executable, "-c", code, str(tmp_path), batch], stdin=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)
+        for batch in ("8", "16")
+    }  # fmt: skip
+    time.sleep(1.0)
+    start = time.monotonic()
+    for launch in launches.values():
+        assert launch.stdin is not None
+        launch.stdin.write("go\n")
+        launch.stdin.flush()
+    said = {batch: launch.communicate(timeout=60)[1] for batch, launch in launches.items()}
+    won = [batch for batch, launch in launches.items() if launch.returncode == 0]
+    assert len(won) == 1, said
+    (loser,) = (text for batch, text in said.items() if batch not in won)
+    assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
+    assert Run.open(directory).plan.global_batch_size == int(won[0])
+    cost(
+        "two launches of one directory at once: one wins, the other is told", time.monotonic() - start, "s", at_most=60
+    )
+    job = Run.open(directory).job
+    job.cancel()
+    job.wait(timeout_s=30)
+
+
+def test_launch_into_a_live_directory_changes_no_file(prepare):
+    run = prepare("live", num_steps=100_000)
+    attempt = Attempt(run)
+    update_state(run.directory, attempt=1, process=Process.current())
+    before = (run.directory / "plan.json").read_bytes()
+    with pytest.raises(JobError, match="is in use: attempt 1"):
+        kit.launch(run.directory, spec=run.spec, plan=DP2.replace(micro_batch_size=4), recipe=run.recipe)
+    attempt.kill()
+    assert (run.directory / "plan.json").read_bytes() == before
+
+
+def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):
+    run = prepare("orphan", num_steps=100_000, checkpoint_every=None)
+    attempt = Attempt(run)
+    while not attempt.is_over() and run.metrics().summary()["step"] < 5:
+        time.sleep(0.01)
+    start = time.monotonic()
+    update_state(run.directory, attempt=2, state=JobState.STARTING)
+    assert os.EX_CONFIG in attempt.wait()
+    assert "is a left-over of attempt 1; end it" in attempt.log()
+    state = read_state(run.directory)
+    assert state is not None and state.attempt == 2 and run.checkpoints.steps() == []
+    cost("orphan of an older attempt: ended by itself", time.monotonic() - start, "s", at_most=60)
