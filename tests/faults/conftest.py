@@ -8,7 +8,7 @@ from cluster.site import Site
 from kit.bench.results import load_average, write_results
 from kit.plan import Plan
 from kit.run import Run
-from tests.attempts import finished
+from tests.faults.attempts import finished
 from tests.faults.cost import DP2, ROWS
 
 

@@ -17,7 +17,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.train import Trainer
-from tests.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, cost
 
 pytestmark = pytest.mark.timeout(900)

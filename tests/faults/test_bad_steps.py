@@ -16,7 +16,7 @@ from kit.errors import ConfigError
 from kit.monitor.alerts import AlertLog
 from kit.parallel.gradients import local
 from kit.train import Trainer
-from tests.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ from kit.checkpoint import checksum
 from kit.errors import CheckpointError
 from kit.monitor.alerts import AlertLog
 from kit.run import Run
-from tests.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)

@@ -18,7 +18,7 @@ import kit
 from cluster.state import read_state
 from kit import launcher
 from kit.run import Run
-from tests.attempts import Attempt, finished, size_of
+from tests.faults.attempts import Attempt, finished, size_of
 from tests.faults.cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)

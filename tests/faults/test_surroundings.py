@@ -15,7 +15,7 @@ from cluster.state import JobError, JobState, read_state, update_state
 from kit.errors import RunError
 from kit.run import Run
 from kit.train import Trainer
-from tests.attempts import Attempt, finished
+from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)
