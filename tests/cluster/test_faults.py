@@ -54,9 +54,9 @@ def standin(run_dir, site, *, num_steps=300, step_time_s=0.2, num_processes=4, n
     )  # fmt: skip
 
 
-def running(job: Job, attempt: int) -> bool:
+def running(job: Job) -> bool:
     state = read_state(job.run_dir)
-    return state is not None and (state.attempt, state.state) == (attempt, JobState.RUNNING)
+    return state is not None and state.state is JobState.RUNNING
 
 
 def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
@@ -175,20 +175,22 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
 def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
     spare = "NodeName=node[3-4]"
     nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")  # or the job would leave node2 by itself
-    # Enough steps for three attempts: the first node goes on while the silence of the second is not noticed yet.
-    job = standin(tmp_path / "twice", site, num_steps=3000, num_nodes=2, num_processes=2)
-    for attempt in (1, 2):
-        assert eventually(lambda attempt=attempt: running(job, attempt), 180), job.status()
+    # Enough steps for all attempts: the first node goes on while the silence of the second is not noticed yet.
+    job = standin(tmp_path / "twice", site, num_steps=10_000, num_nodes=2, num_processes=2)
+    for _ in range(4):  # a node that comes back may get the order to end the old attempt, and end the new one: no loss
+        assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
         event(job, "requeued", start)
         nodes.recover("node2")
+        if slurm.lost_nodes(job.run_dir):
+            break
     nodes.run("scontrol", "update", spare, "State=resume")
     start = time.time()
     assert slurm.lost_nodes(job.run_dir) == ["node2"]
-    assert eventually(lambda: running(job, 3), 180), job.status()
+    assert eventually(lambda: running(job), 180), job.status()
     state = read_state(job.run_dir)
-    assert state is not None and state.scheduler_job is not None
+    assert state is not None and state.scheduler_job is not None and state.attempt >= 3
     shown = nodes.run("squeue", "--noheader", f"--jobs={state.scheduler_job.id}", "--format=%N")
     measured("node lost twice: running without it", time.time() - start, note=f"now on {shown.strip()}")
     assert "node2" not in slurm.hosts(shown.strip())
