@@ -24,7 +24,7 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 
 # Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside the rest.
 pytest: .venv/dev-installed
-	+$(MAKE) --no-print-directory --output-sync=target -j2 pytest-rest pytest-faults pytest-notebooks pytest-launching
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 pytest-rest pytest-faults pytest-notebooks pytest-launching
 
 pytest-rest:
 	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py
