@@ -151,6 +151,12 @@ def check_file_name(name: str, path: str) -> None:
         raise ConfigError(f"{path}: {name!r} is not allowed. Give the plain name of a file in the same folder.")
 
 
+def check_file_below(name: str, path: str) -> None:
+    """Raises ConfigError unless `name` is that of a file in the record's own folder or in one inside it."""
+    for part in name.split("/"):
+        check_file_name(part, path)
+
+
 def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
     """Returns a small two-column HTML table; all text is escaped."""
     body = "".join(

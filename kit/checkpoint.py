@@ -17,7 +17,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.record import ConfigError, Record, check_file_name, field_doc
+from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
 from kit.errors import CheckpointError
 from kit.plan import Plan
@@ -59,7 +59,7 @@ class Manifest(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.files:
-            check_file_name(name, "manifest.files")
+            check_file_below(name, "manifest.files")  # NxD's are in folders
 
 
 class Checkpoints:

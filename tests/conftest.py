@@ -17,6 +17,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=5, help="how often a training run is killed (make faults: 100)")
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """What a test or a library that it calls sets is gone afterwards: a LOCAL_RANK makes others look for ranks."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def llama_spec() -> ModelSpec:
     """A tiny Llama with grouped key/value heads."""

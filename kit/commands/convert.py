@@ -25,7 +25,8 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    _tell(export_run(Run.open(run), _step(step), out, precision=precision), as_json)
+    chosen = _step(step)
+    _tell(export_run(Run.open(run), chosen, out, precision=precision), as_json)
 
 
 @app.command("export-deepspeed")

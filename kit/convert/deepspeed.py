@@ -9,7 +9,6 @@ deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of github.co
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +77,8 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
         file = Path(folder) / "zero" / name / "fp32.pt"
         if not file.exists():
             raise DataError(f"{file} does not exist. Give a folder global_stepN of a module with the kit's names.")
-        held: Any = load_tensors(file)
-        weight = held["param"] if isinstance(held, dict) else held
+        held = load_tensors(file)
+        weight = held["param"] if "param" in held else held[""]
         # From ZeRO 3, DeepSpeed's converter writes a weight as a row, with what padded it out to all ranks.
         shape = decoder.get_parameter(name).shape
         return weight[: shape.numel()].view(shape) if weight.ndim == 1 and len(weight) >= shape.numel() else weight

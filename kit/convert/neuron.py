@@ -130,16 +130,18 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns what a .pt file holds, mapped from the disk; only tensors and plain values are unpickled.
+    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values are unpickled.
+
+    A tensor alone has the name "".
 
     Raises:
         DataError: the file is damaged, or holds code.
     """
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(state, dict):
-            raise TypeError(f"it holds a {type(state).__name__}, not tensors by name")
-        return state
+        if not isinstance(state, dict | Tensor):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        return state if isinstance(state, dict) else {"": state}
     except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(

@@ -89,7 +89,10 @@ def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
 
 
 def starved(_: int) -> None:
-    """A sabotage: from the third step on this process may have 64 MB more than it has now."""
+    """A sabotage: from the third step on this process may have 64 MB more than it has now, and needs gigabytes.
+
+    So many that the memory which it has inherited, freed by other tests, is too small as well.
+    """
     one_step = Trainer._one_step
 
     def limited(self):
@@ -97,7 +100,7 @@ def starved(_: int) -> None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + (64 << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-            self.plan = self.engine.plan = self.plan.replace(micro_batch_size=1024, global_batch_size=2048)
+            self.plan = self.engine.plan = self.plan.replace(micro_batch_size=2**17, global_batch_size=2**18)
         return one_step(self)
 
     Trainer._one_step = limited

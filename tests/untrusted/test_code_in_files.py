@@ -119,7 +119,7 @@ class TestOwnCheckpoints:
         with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
             run.load_model()
 
-    @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/b", "a\0b"])
+    @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
     def test_a_manifest_names_files_of_its_own_folder_only(self, run: Run, canary: Path, name: str) -> None:
         file = run.checkpoints.path(5) / "manifest.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
