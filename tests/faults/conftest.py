@@ -13,11 +13,12 @@ from tests.faults.cost import DP2, ROWS
 
 
 @pytest.fixture(scope="package", autouse=True)
-def results():
+def results(pytestconfig):
     load = load_average()
     yield
     if ROWS:
-        write_results("training_faults", ROWS, command="make faults", load_before=load)
+        command = f"pytest tests/faults --kills {pytestconfig.getoption('--kills')}"
+        write_results("training_faults", ROWS, command=command, load_before=load)
 
 
 @pytest.fixture
