@@ -19,8 +19,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(autouse=True)
 def environment():
-    """What a test or a library that it calls sets is gone afterwards: a LOCAL_RANK makes others look for ranks."""
-    before = dict(os.environ)
+    """A test sees no rank's variables, whoever has set them (DeepSpeed does), and what it sets is gone afterwards."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: value for name, value in os.environ.items() if name not in ranks}
+    for name in ranks:
+        os.environ.pop(name, None)
     yield
     os.environ.clear()
     os.environ.update(before)
