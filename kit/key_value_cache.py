@@ -37,4 +37,5 @@ class KeyValueCache:
 
     def take(self, rows_B: Tensor) -> None:
         """Keeps these rows, in this order; a row that is named twice is copied."""
-        self._blocks = {block: (k[rows_B], v[rows_B]) for block, (k, v) in self._blocks.items()}
+        for block, (keys, values) in self._blocks.items():  # in place: never two whole caches at once
+            self._blocks[block] = (keys[rows_B], values[rows_B])

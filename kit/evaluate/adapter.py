@@ -18,11 +18,9 @@ from tqdm import tqdm
 from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packing
-from kit.evaluate.generation import Generation, Prompt, batches, generate, prompt_random
+from kit.evaluate.generation import LOGITS, Generation, Prompt, batches, generate, prompt_random
 from kit.model import Decoder
 
-LOGITS = 2**23
-"""Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
 PART = 1024
 """Continuations that are encoded and scored at once: the prompts of MMLU, encoded together, would be many gigabytes."""
 
@@ -196,9 +194,11 @@ class DecoderLM(TemplateLM):
             repeats[text] += 1
         found: dict[int, str] = {}
         for wanted, prompts in groups.items():
-            work = self._mine(list(batches(self._decoder, prompts, wanted, self.batch_tokens)))
-            for batch in tqdm(work, desc="texts, by batches", disable=None, leave=False):
-                found |= self._continue(batch, wanted)
+            mine = self._mine(prompts)
+            with tqdm(total=len(mine), desc="texts", disable=None, leave=False) as bar:
+                for batch in batches(self._decoder, mine, wanted):
+                    found |= self._continue(batch, wanted)
+                    bar.update(len(batch))
         if self._group is not None:
             parts: list[Any] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(parts, found, group=self._group)
@@ -223,7 +223,8 @@ class DecoderLM(TemplateLM):
 
         stops_utf8 = [stop.encode() for stop in options.stops]
         texts = {}
-        for prompt, new in zip(prompts, generate(self._decoder, prompts, options, is_last=is_last), strict=True):
+        news = generate(self._decoder, prompts, options, is_last=is_last, batch_tokens=self.batch_tokens)
+        for prompt, new in zip(prompts, news, strict=True):
             text = self._tokenizer.decode(new[:-1] if new[-1] == self.eot_token_id else new)
             for stop in options.stops:
                 text = text.split(stop)[0]

@@ -19,6 +19,10 @@ DEFAULT_NEW_TOKENS = 256
 """Tokens to generate where a task does not say; the value of the harness's own Hugging Face model."""
 CACHE_BYTES = 2**30
 """Keys and values of one batch; at least one prompt is always run."""
+LOGITS = 2**23
+"""Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
+LIKELY = 256
+"""Tokens among which a nucleus is looked for first."""
 
 Tokens = list[int]
 
@@ -78,29 +82,40 @@ class Prompt:
     random: random.Random
 
 
-def batches(decoder: Decoder, prompts: list[Prompt], options: Generation, batch_tokens: int) -> Iterator[list[Prompt]]:
-    """Yields prompts of like length, as many as the cache holds, with `batch_tokens` beyond what all begin with."""
+def batches(decoder: Decoder, prompts: list[Prompt], options: Generation) -> Iterator[list[Prompt]]:
+    """Yields prompts of like length, equal ones together, as many as the cache and the logits of a token hold."""
     spec, weight = decoder.spec, next(decoder.parameters())
     bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * weight.element_size()
     left = sorted(prompts, key=lambda prompt: (len(prompt.tokens), prompt.tokens), reverse=True)
-    shared = _shared(left)
     while left:
-        longest = len(left[0].tokens)
-        in_cache = CACHE_BYTES // (bytes_per_token * (longest + options.max_new_tokens))
-        count = max(1, min(in_cache, batch_tokens // (longest - shared)))
+        in_cache = CACHE_BYTES // (bytes_per_token * (len(left[0].tokens) + options.max_new_tokens))
+        count = max(1, min(in_cache, LOGITS // spec.vocab_size))
         yield left[:count]
         left = left[count:]
 
 
 @torch.inference_mode()
 def generate(
-    decoder: Decoder, prompts: list[Prompt], options: Generation, *, is_last: Callable[[Tokens], bool]
+    decoder: Decoder,
+    prompts: list[Prompt],
+    options: Generation,
+    *,
+    is_last: Callable[[Tokens], bool],
+    batch_tokens: int = 4096,
 ) -> list[Tokens]:
-    """Returns the new tokens of each prompt, up to and with the first for which `is_last` is true."""
+    """Returns the new tokens of each prompt, up to and with the first for which `is_last` is true.
+
+    Args:
+        decoder: a whole model.
+        prompts: run as one batch, see `batches`.
+        options: of all of them.
+        is_last: is asked with the new tokens of one prompt, after each.
+        batch_tokens: tokens of prompts in one forward pass (at least one of each different prompt).
+    """
     device = next(decoder.parameters()).device
+    cache = KeyValueCache(max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens)
+    logits_BV = _read(decoder, [prompt.tokens for prompt in prompts], cache, batch_tokens)
     lengths_B = torch.tensor([len(prompt.tokens) for prompt in prompts], device=device)
-    cache = KeyValueCache(int(lengths_B.max()) + options.max_new_tokens)
-    logits_BV = _read(decoder, prompts, cache, lengths_B)
     new: list[Tokens] = [[] for _ in prompts]
     running = list(range(len(prompts)))  # which prompt each row of the cache belongs to
     done = [False] * len(prompts)
@@ -123,21 +138,37 @@ def generate(
     return new
 
 
-def _read(decoder: Decoder, prompts: list[Prompt], cache: KeyValueCache, lengths_B: Tensor) -> Tensor:
-    """Fills the cache with the prompts and returns logits_BV after each; what all begin with is run once."""
-    device = lengths_B.device
-    shared = _shared(prompts) if len(prompts) > 1 else 0
+def _read(decoder: Decoder, prompts: list[tuple[int, ...]], cache: KeyValueCache, batch_tokens: int) -> Tensor:
+    """Fills the cache with the prompts and returns logits_BV after each.
+
+    What all begin with is run once, and of equal prompts one.
+    """
+    weight = next(decoder.parameters())
+    device = weight.device
+    different = list(dict.fromkeys(prompts))
+    shared = _shared(different) if len(different) > 1 else 0
     if shared:
-        tokens_1T = torch.tensor([prompts[0].tokens[:shared]], device=device)
+        tokens_1T = torch.tensor([different[0][:shared]], device=device)
         decoder.hidden(tokens_1T, Past.cached(cache, torch.arange(shared, device=device)[None]))
-        cache.take(torch.zeros(len(prompts), dtype=torch.long, device=device))
-    rest = [prompt.tokens[shared:] for prompt in prompts]
-    longest = max(map(len, rest))
-    tokens_BR = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rest], device=device)
-    positions_BR = torch.arange(shared, shared + longest, device=device).expand(len(rest), -1)
-    x_BRH = decoder.hidden(tokens_BR, Past.cached(cache, positions_BR))
-    last_BH = x_BRH[torch.arange(len(rest), device=device), lengths_B - shared - 1]
-    return decoder.output(last_BH)  # type: ignore[misc]
+        cache.take(torch.zeros(len(different), dtype=torch.long, device=device))
+    longest = max(map(len, different))
+    tokens_BT = torch.tensor([[*row, *[0] * (longest - len(row))] for row in different], device=device)
+    last_B = torch.tensor([len(row) - 1 for row in different], device=device)
+    last_BH = torch.empty(len(different), decoder.spec.hidden_size, dtype=weight.dtype, device=device)
+    columns = max(1, batch_tokens // len(different))
+    for start in range(shared, longest, columns):
+        part_BR = tokens_BT[:, start : start + columns]
+        positions_BR = torch.arange(start, start + part_BR.shape[1], device=device).expand(len(different), -1)
+        x_BRH = decoder.hidden(part_BR, Past.cached(cache, positions_BR))
+        rows = ((last_B >= start) & (last_B < start + columns)).nonzero()[:, 0]
+        last_BH[rows] = x_BRH[rows, last_B[rows] - start]
+    logits_BV: Tensor = decoder.output(last_BH)  # type: ignore[misc]
+    if len(different) == len(prompts):
+        return logits_BV
+    places = {prompt: row for row, prompt in enumerate(different)}
+    rows = torch.tensor([places[prompt] for prompt in prompts], device=device)
+    cache.take(rows)
+    return logits_BV[rows]
 
 
 def choose(logits_BV: Tensor, options: Generation, sources: list[random.Random]) -> Tensor:
@@ -148,13 +179,28 @@ def choose(logits_BV: Tensor, options: Generation, sources: list[random.Random])
     """
     if options.temperature == 0:
         return logits_BV.argmax(-1)
-    logits_BV, tokens_BV = (logits_BV.float() / options.temperature).sort(descending=True, stable=True)
-    p_BV = logits_BV[:, : options.top_k].softmax(-1)
-    before_BV = p_BV.cumsum(-1) - p_BV
-    p_BV = p_BV.masked_fill(before_BV >= options.top_p, 0)
-    u_B1 = torch.tensor([[source.random()] for source in sources], device=p_BV.device)
-    passed_BV = p_BV.cumsum(-1) > u_B1 * p_BV.sum(-1, keepdim=True)
-    return tokens_BV.gather(1, passed_BV.int().argmax(-1, keepdim=True))[:, 0]
+    logits_BV = logits_BV.float() / options.temperature
+    u_B1 = torch.tensor([[source.random()] for source in sources], device=logits_BV.device)
+    size = logits_BV.shape[1]
+    if options.top_k is not None:
+        values_BK, tokens_BK = logits_BV.topk(min(options.top_k, size))
+        return _draw(values_BK.softmax(-1), tokens_BK, u_B1, options.top_p)
+    # To sort the whole vocabulary takes longer than a small model's step, and few rows need it.
+    values_BK, tokens_BK = logits_BV.topk(min(LIKELY, size))
+    p_BK = (values_BK - logits_BV.logsumexp(-1, keepdim=True)).exp()
+    chosen_B = _draw(p_BK, tokens_BK, u_B1, options.top_p)
+    flat = (p_BK.sum(-1) < options.top_p).nonzero()[:, 0] if size > LIKELY else ()
+    if len(flat):
+        values_BV, tokens_BV = logits_BV[flat].sort(descending=True, stable=True)
+        chosen_B[flat] = _draw(values_BV.softmax(-1), tokens_BV, u_B1[flat], options.top_p)
+    return chosen_B
+
+
+def _draw(p_BK: Tensor, tokens_BK: Tensor, u_B1: Tensor, top_p: float) -> Tensor:
+    before_BK = p_BK.cumsum(-1) - p_BK
+    p_BK = p_BK.masked_fill(before_BK >= top_p, 0)
+    passed_BK = p_BK.cumsum(-1) > u_B1 * p_BK.sum(-1, keepdim=True)
+    return tokens_BK.gather(1, passed_BK.int().argmax(-1, keepdim=True))[:, 0]
 
 
 def prompt_random(seed: int, prompt: tuple[int, ...], repeat: int) -> random.Random:
@@ -162,8 +208,7 @@ def prompt_random(seed: int, prompt: tuple[int, ...], repeat: int) -> random.Ran
     return random.Random(f"{seed}:{repeat}:{prompt}")
 
 
-def _shared(prompts: list[Prompt]) -> int:
+def _shared(prompts: list[tuple[int, ...]]) -> int:
     """Returns how many first tokens all have in common, less than the shortest has: the last is to be run."""
-    low, high = min(p.tokens for p in prompts), max(p.tokens for p in prompts)
-    shortest = min(len(prompt.tokens) for prompt in prompts)
+    low, high, shortest = min(prompts), max(prompts), min(map(len, prompts))
     return next((i for i in range(shortest - 1) if low[i] != high[i]), max(0, shortest - 1))

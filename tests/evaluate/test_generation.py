@@ -61,7 +61,17 @@ def test_what_all_prompts_begin_with_is_run_once(decoder: Decoder, monkeypatch: 
     seen, hidden = [], decoder.hidden
     monkeypatch.setattr(decoder, "hidden", lambda x, past: seen.append(tuple(x.shape)) or hidden(x, past))
     generate(decoder, prompts_of((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 3, 4)), GREEDY, is_last=lambda new: True)
-    assert seen == [(1, 3), (3, 2)]
+    assert seen == [(1, 3), (2, 2)]  # the stem, then each different prompt
+
+
+def test_long_prompts_are_read_in_parts(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [(7, 3, 1), (7, 3, 2, 5, 11, 4, 8, 9), (7, 6, 2, 5, 11), (7, 3, 1)]
+    expected = [uncached(decoder, prompt, 8) for prompt in tokens]
+    seen, hidden = [], decoder.hidden
+    monkeypatch.setattr(decoder, "hidden", lambda x, past: seen.append(tuple(x.shape)) or hidden(x, past))
+    found = generate(decoder, prompts_of(*tokens), GREEDY, is_last=lambda new: False, batch_tokens=9)
+    assert found == expected
+    assert seen[:4] == [(1, 1), (3, 3), (3, 3), (3, 1)]  # the stem; then three columns of three prompts at a time
 
 
 def test_batches_hold_what_the_cache_holds(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +79,11 @@ def test_batches_hold_what_the_cache_holds(decoder: Decoder, monkeypatch: pytest
     spec = decoder.spec
     per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * 4
     monkeypatch.setattr(generation, "CACHE_BYTES", 3 * 16 * per_token)
-    found = list(batches(decoder, prompts, GREEDY, batch_tokens=4096))
+    found = list(batches(decoder, prompts, GREEDY))
     assert sorted(prompt.index for batch in found for prompt in batch) == list(range(20))
     assert max(map(len, found)) == 3
-    assert max(map(len, batches(decoder, prompts, GREEDY, batch_tokens=8))) == 3  # 8 - 3 shared, + 1: 5 or fewer each
+    monkeypatch.setattr(generation, "LOGITS", 2 * spec.vocab_size + 1)
+    assert max(map(len, batches(decoder, prompts, GREEDY))) == 2
 
 
 def test_samples_follow_the_probabilities() -> None:
@@ -92,6 +103,20 @@ def test_unlikely_tokens_are_left_out(limits: dict, kept: set[int]) -> None:
     options = Generation(stops=(), max_new_tokens=1, temperature=1.0, **limits)
     source = random.Random(0)
     assert set(choose(logits.expand(2000, -1), options, [source] * 2000).tolist()) == kept
+
+
+def test_a_nucleus_is_found_without_sorting_all_as_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows between certain and flat: some need the whole vocabulary, some do not."""
+    logits = torch.linspace(0.1, 3, 60)[:, None] * torch.randn(60, 500, generator=torch.Generator().manual_seed(0))
+    options = Generation(stops=(), max_new_tokens=1, temperature=0.8, top_p=0.9)
+
+    def drawn(likely: int) -> list[int]:
+        monkeypatch.setattr(generation, "LIKELY", likely)
+        return choose(logits, options, [random.Random(i) for i in range(60)]).tolist()
+
+    assert drawn(40) == drawn(500)
+    masses = (logits / 0.8).softmax(-1).topk(40).values.sum(-1)
+    assert 10 < (masses < 0.9).sum() < 50
 
 
 def test_samples_of_a_prompt_differ_and_depend_on_the_seed_only(tokenizer) -> None:
