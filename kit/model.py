@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from kit.cross_entropy import chunked_cross_entropy
 from kit.key_value_cache import KeyValueCache
 from kit.plan import Recompute
 from kit.spec import ModelSpec
@@ -167,7 +168,8 @@ class Decoder(nn.Module):
             however the model is cut.
         recompute: which activations are computed again in the backward pass.
 
-    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or x_BTH.
+    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or x_BTH. Given
+    targets_BT too, the last part returns their mean loss in nats, and never has all logits; it must not be cut.
     """
 
     def __init__(self, spec: ModelSpec, *, layers: range | None = None, recompute: Recompute = "none") -> None:
@@ -187,9 +189,13 @@ class Decoder(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
             self.output.weight = self.embedding.tokens.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         x = self.hidden(x)
-        return x if self.output is None else self.output(x)
+        if self.output is None:
+            return x
+        if targets_BT is None:
+            return self.output(x)
+        return chunked_cross_entropy(x.flatten(0, 1), self.output.weight, targets_BT.flatten())
 
     def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.

@@ -1,7 +1,7 @@
 """One GPU: tokens/s, MFU and memory of the kit in bf16, beside a plain compiled loop, Trainer and DeepSpeed ZeRO-1.
 
 Without a GPU, a tiny model runs through the same code on the CPU, in fp32 and uncompiled, so that the program is known
-to work; its rows say so and have no targets. The loss is over whole logits: chunks of them are not in the kit yet.
+to work; its rows say so and have no targets.
 """
 
 import statistics

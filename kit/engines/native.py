@@ -90,9 +90,7 @@ class NativeEngine:
         loss = torch.zeros((), device=self.device)
         with self._loss_context():
             for x_BT, y_BT in zip(*self._micro_batches(inputs, targets), strict=True):
-                logits_BTV = self._logits(x_BT)
-                if logits_BTV is not None:
-                    loss += cross_entropy(logits_BTV, y_BT, self.tensor_mesh)
+                loss += self._loss(x_BT, y_BT)
         for decoder in self.decoders:
             drop_gathered(decoder)
         return self._mean_over_replicas(loss / self.plan.num_microbatches)
@@ -149,16 +147,22 @@ class NativeEngine:
         for i, (x_BT, y_BT) in enumerate(zip(*self._micro_batches(inputs, targets), strict=True)):
             prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
             with self._loss_context():
-                loss = cross_entropy(decoder(x_BT), y_BT, self.tensor_mesh) / count
+                loss = self._loss(x_BT, y_BT) / count
                 loss.backward()
             total += loss.detach()
         return total
 
-    def _logits(self, tokens_BT: Tensor) -> Tensor | None:
+    def _loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which takes no gradient)."""
+        if self.pipeline_group is None and self.tensor_mesh is None:
+            return self.decoders[0](tokens_BT, targets_BT)
         if self.pipeline_group is None:
-            return self.decoders[0](tokens_BT)
-        rank = self.mesh["pipeline"].get_local_rank()
-        return forward_only(self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=self.pipeline_group)
+            return cross_entropy(self.decoders[0](tokens_BT), targets_BT, self.tensor_mesh)
+        group, rank = self.pipeline_group, self.mesh["pipeline"].get_local_rank()
+        logits_BTV = forward_only(self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group)
+        if logits_BTV is None:
+            return torch.zeros((), device=self.device)
+        return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
     def _build_schedule(self):
         return build_schedule(

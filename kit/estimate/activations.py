@@ -42,6 +42,10 @@ class Kernels(Record):
     logit_bytes: float = field_doc("of all copies of one logit at the peak of the loss")
     score_bytes: float = field_doc("kept of one written-out score where mask and softmax are not fused", default=8.0)
     norm_bytes: float = field_doc("kept of one input of an RMSNorm that is not fused", default=8.0)
+    chunk_logits: float = field_doc(
+        "a device with the whole model computes the loss of so many logits at a time; 0: of all", default=0
+    )
+    chunk_logit_bytes: float = field_doc("of all copies of one such logit", default=0)
 
 
 MEGATRON = Kernels(
@@ -55,8 +59,11 @@ KIT = Kernels(
     gathered_inputs=True,
     gathered_logits=False,
     logit_bytes=14,
+    chunk_logits=2**25,
+    chunk_logit_bytes=10,
 )
-"""The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient."""
+"""The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient. One tensor rank without a
+pipeline computes its loss in chunks (`kit.cross_entropy`): of one, logits in bf16 and fp32, and log-softmax."""
 
 ALEPH_ALPHA = Kernels(
     dropout=False, fused_gate=False, selective="attention", gathered_inputs=True, gathered_logits=True,

@@ -11,7 +11,8 @@ sequence parallelism, else 1 (other letters: layouts.py).
 - embedding_logits: what only the first and last stage keep: mask of the embedding's dropout, inputs of the final norm
   and of the output projection, fp32 logits (Korthikanti et al., arXiv 2205.05198, section 4.3).
 - workspace: one layer made again for its backward pass and its gradients, or the copies of the logits that the loss
-  needs, whichever is larger: the logits are gone when the first layer's backward pass begins.
+  needs, whichever is larger: the logits are gone when the first layer's backward pass begins. Where the loss is
+  computed in chunks: those of one chunk, and gradients of the output projection (fp32) and of its input.
 - buffers: pipeline messages, gathered weights and whole gradients of ZeRO, key/value blocks of context parallelism.
 - reserve: everything not modelled (`out_of_memory.py`).
 """
@@ -223,6 +224,9 @@ class _Stages:
         # Messages on their way are cut over the tensor parallel ranks, as Megatron and DeepSpeed send them.
         self.sent = np.where(self.piped, 2 * h / t, 0.0)
         self.logits = layouts.vocab_size / (1.0 if kernels.gathered_logits else t)
+        self.chunked = (self.kernels.chunk_logits > 0) & ~self.piped & (t == 1)
+        at_once = np.minimum(layouts.vocab_size, self.kernels.chunk_logits / self.tokens)
+        self.chunk = self.kernels.chunk_logit_bytes * at_once + 4 * h * layouts.vocab_size / self.tokens + 2 * h
         gpipe = self.piped & (layouts.schedule == _GPIPE)  # all forward passes first, the others one at a time
         self.head_count = np.where(gpipe, layouts.num_microbatches, 1.0)
         self._share(convention)
@@ -251,8 +255,8 @@ class _Stages:
         params = layers * self.block_params + np.where(is_last, self.head_params, 0.0)
         params = params + np.where(is_first, self.table_params + self.positions, 0.0)
         flying = in_flight(x, stage)
-        head = np.where(is_last, 4 * residual + 4 * self.logits, 0.0)
-        loss = np.where(is_last, (self.kernels.logit_bytes - 4) * self.logits, 0.0)
+        head = np.where(is_last, 4 * residual + np.where(self.chunked, 0.0, 4 * self.logits), 0.0)
+        loss = np.where(is_last, np.where(self.chunked, self.chunk, (self.kernels.logit_bytes - 4) * self.logits), 0.0)
         ends = head * self.head_count
         if self.kernels.dropout:
             ends = ends + np.where(is_first, self.plain * residual * flying, 0.0)
