@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -27,6 +29,25 @@ def environment():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def mount_memory(tmp_path):
+    """A function: a new folder on a file system in memory of its own, with options of tmpfs; needs root."""
+    folders = []
+
+    def mounted(options: str) -> Path:
+        folder = tmp_path / f"mounted-{len(folders)}"
+        folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("mounting a file system needs root")
+        folders.append(folder)
+        return folder
+
+    yield mounted
+    for folder in folders:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

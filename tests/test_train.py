@@ -92,34 +92,23 @@ def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(unbroken, s
         assert np.array_equal(weight, final_weights(run)[name]), name
 
 
-@pytest.fixture
-def disk_with_few_files(tmp_path):
-    """A file system with space for bytes but not for files, so that a write fails in the middle whatever was free."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=12", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, recipe, disk_with_few_files, tmp_path):
+def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, recipe, mount_memory, tmp_path):
+    disk = mount_memory("size=64m,nr_inodes=12")  # bytes but no files, so that a write fails in the middle
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
     prepared = Run.create(tmp_path / "run", spec=spec, plan=plan, recipe=often, site=Site.load("laptop"))
-    prepared.checkpoints.directory.symlink_to(disk_with_few_files)
+    prepared.checkpoints.directory.symlink_to(disk)
     for number in itertools.count():  # leave room for two checkpoints and the beginning of a third
-        if os.statvfs(disk_with_few_files).f_favail <= 9:
+        if os.statvfs(disk).f_favail <= 9:
             break
-        (disk_with_few_files / f"taken-{number}").touch()
+        (disk / f"taken-{number}").touch()
     run = kit.resume(prepared.directory)
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED and "No space left" in status.reason, (status, run.job.logs())
     steps = run.checkpoints.steps()
     assert steps and f"The checkpoint of step {steps[-1]} is intact" in status.reason
     run.load_model(steps[-1])
-    for taken in disk_with_few_files.glob("taken-*"):
+    for taken in disk.glob("taken-*"):
         taken.unlink()
 
 

@@ -52,11 +52,7 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         "As released; sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the script "
         "raises it. The last four rows are computed from the shapes by the kit."
     )
-    with figure_style() as plt:
-        figure, _ = table_figure(plt, rows)
-        finish(figure, text, layers)
-    stated = set(SHAPES.values())
-    return figure, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
+    return _drawn(rows, text, layers, stated=set(SHAPES.values()))
 
 
 def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -76,10 +72,14 @@ def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         "As released; where the paper names a value it is the same. The code's group of weights without decay matches "
         "the name of no weight, so norms decay too. The last three rows are computed by the kit."
     )
+    return _drawn(rows, text, layers, stated=set(RECIPE.values()))
+
+
+def _drawn(rows: Rows, text: str, layers: list[Layer], *, stated: set[str]) -> tuple[Any, Rows]:
+    """Returns a table as a picture, and its rows with their kind: published where the paper's release states them."""
     with figure_style() as plt:
         figure, _ = table_figure(plt, rows)
         finish(figure, text, layers)
-    stated = set(RECIPE.values())
     return figure, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
 
 

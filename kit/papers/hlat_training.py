@@ -58,10 +58,7 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Raises:
         ConfigError: there is none.
     """
-    folder, arms = _study(runs, SPIKES, "demo_spikes")
-    source = demo_source([folder])
-    training = {name: _layer(name, rows, "loss", source) for name, rows in arms.items()}
-    held_out = {name: _layer(name, rows, "validation_loss", source) for name, rows in arms.items()}
+    arms, training, held_out = _study(runs, SPIKES, "demo_spikes")
     with figure_style() as plt:
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
         for number, name in enumerate(arms):
@@ -83,7 +80,7 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         right.set_title("(b) the same on held-out text")
         right.legend(loc="upper right")
         finish(figure, _spike_text(arms), [*training.values(), *held_out.values()])
-    return figure, [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
+    return figure, _rows(training, held_out)
 
 
 def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -95,13 +92,10 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Raises:
         ConfigError: there is none.
     """
-    folder, arms = _study(runs, PRECISION, "demo_precision")
-    source = demo_source([folder])
-    training = {name: _layer(name, rows, "loss", source) for name, rows in arms.items()}
-    held_out = {name: _layer(name, rows, "validation_loss", source) for name, rows in arms.items()}
+    _, training, held_out = _study(runs, PRECISION, "demo_precision")
     with figure_style() as plt:
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
-        for number, name in enumerate(arms):
+        for number, name in enumerate(training):
             style = {"color": ARM_COLOURS[number], "linewidth": (4.0, 2.4, 1.4, 0.9)[number]}  # they lie on each other
             left.plot(training[name].x, smooth(training[name].y), label=name, **style)
             right.plot(held_out[name].x, held_out[name].y - held_out["fp32"].y, marker="o", markersize=3, **style)
@@ -120,7 +114,7 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             f"words: {said}."
         )
         finish(figure, text, [*training.values(), *held_out.values()])
-    return figure, [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
+    return figure, _rows(training, held_out)
 
 
 def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
@@ -152,14 +146,23 @@ def _spike_text(arms: dict[str, Steps]) -> str:
     )
 
 
-def _study(runs: Runs, name: str, function: str) -> tuple[Path, dict[str, Steps]]:
+def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict[str, Layer], dict[str, Layer]]:
+    """Returns the arms of a study that one of `runs` holds: their steps, training losses and held-out losses."""
     folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()]
     if not folders:
         raise ConfigError(
             f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
             f"kit.papers.hlat_demo.{function}(FOLDER, DATA); then give FOLDER."
         )
-    return folders[0], json.loads((folders[0] / name).read_text())
+    arms, source = json.loads((folders[0] / name).read_text()), demo_source(folders[:1])
+    training, held_out = (
+        {arm: _layer(arm, rows, column, source) for arm, rows in arms.items()} for column in ("loss", "validation_loss")
+    )
+    return arms, training, held_out
+
+
+def _rows(training: dict[str, Layer], held_out: dict[str, Layer]) -> Rows:
+    return [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
 
 
 def _layer(name: str, rows: Steps, column: str, source: str) -> Layer:

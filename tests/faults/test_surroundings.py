@@ -64,19 +64,8 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
          note="metrics in order, step times as before, nothing judged hung")  # fmt: skip
 
 
-@pytest.fixture
-def read_only(tmp_path):
-    """A directory on a file system that is mounted read-only (root may write to others)."""
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_read_only_directory_is_told_before_anything_starts(spec, recipe, read_only):
+def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
+    read_only = mount_memory("ro,size=1m")  # root may write to a directory that is only marked so
     start = time.monotonic()
     with pytest.raises(RunError, match="run cannot be written: Read-only file system. Use another run directory"):
         kit.launch(read_only / "run", spec=spec, plan=DP2, recipe=recipe)
