@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import time
 import warnings
 import zlib
 from pathlib import Path
@@ -25,8 +24,6 @@ from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kit.checked_writer import CheckedWriter
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
@@ -167,7 +164,7 @@ class Checkpoints:
                 load(state, storage_reader=TensorsOnlyReader(self.path(step)), no_dist=not distributed)
             except CheckpointException as error:
                 raise CheckpointError(
-                    f"{self.path(step)} cannot be read: {_cause(error)} Move it away to use an earlier checkpoint."
+                    f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
                 ) from error
         return manifest
 
@@ -223,81 +220,6 @@ class Checkpoints:
             )
 
 
-class CheckpointWriter:
-    """Writes checkpoints of one attempt in the background, one at a time; every rank has one.
-
-    The process group of background writes is its own, so that they never mix with training's collectives.
-    """
-
-    def __init__(self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None) -> None:
-        import torch.distributed as dist
-
-        self.checkpoints, self.attempt = checkpoints, attempt
-        self.keep_last, self.keep_every = keep_last, keep_every
-        self.is_coordinator = dist.get_rank() == 0
-        self.group: Any = dist.new_group(backend="gloo")
-        self.pending: tuple[Any, CheckedWriter, dict] | None = None
-
-    def start(self, state: "dict[str, Tensor]", facts: dict) -> None:
-        """Copies `state` and begins to write it; returns as soon as training may change the tensors.
-
-        Args:
-            state: names and tensors, as `engine.state_dict()` gives them.
-            facts: the manifest's fields other than attempt, time and files.
-
-        Raises:
-            CheckpointError: this or the previous write failed; older checkpoints are intact.
-        """
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        from kit.checked_writer import CheckedWriter
-
-        self.finish()
-        if self.is_coordinator:
-            self.checkpoints.check_space(facts["spec"])
-        partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        writer = CheckedWriter(partial)
-        future = async_save(state, storage_writer=writer, process_group=self.group)
-        self.pending = (future, writer, facts)
-
-    def poll(self) -> None:
-        """Completes the pending checkpoint if its files are written; never waits. Call it once a step."""
-        if self.pending is not None and self.pending[0].done():
-            self.finish()
-
-    def finish(self) -> None:
-        """Waits for the pending checkpoint, if any, and makes it complete."""
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        if self.pending is None:
-            return
-        (future, writer, facts), self.pending = self.pending, None
-        try:
-            future.result()
-        except (Exception, CheckpointException) as error:  # torch's derives from BaseException
-            newest = max(self.checkpoints.steps(), default=None)
-            kept = f"The checkpoint of step {newest} is intact." if newest else "There is no older checkpoint."
-            raise CheckpointError(
-                f"The checkpoint of step {facts['step']} could not be written: {_cause(error)} {kept}"
-            ) from error
-        if self.is_coordinator:
-            self._complete(Path(writer.path), writer.checksums, facts)
-
-    def _complete(self, partial: Path, checksums: dict[str, int], facts: dict) -> None:
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        self.checkpoints.complete(
-            partial, Manifest(attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts)
-        )
-        final = self.checkpoints.path(facts["step"])
-        replaced = final.with_suffix(f".replaced-{self.attempt}")
-        if final.exists():
-            final.rename(replaced)  # the newer attempt's is whole already, so nothing is lost in between
-        partial.rename(final)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
-
-
 def checksum(file: Path) -> int:
     """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in a second.
 
@@ -327,7 +249,7 @@ def _check_same_model(saved: ModelSpec, wanted: ModelSpec, path: Path) -> None:
             )
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """Returns what really went wrong: torch's CheckpointException hides the causes in `failures`."""
     failures = getattr(error, "failures", {})
     causes = [failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()] or [error]

@@ -5,8 +5,6 @@ only; MFU is derived by the reader.
 """
 
 import argparse
-import ctypes
-import datetime
 import os
 import platform
 import resource
@@ -39,13 +37,12 @@ from kit.engines.neuron_compile import is_compile_phase, record_graphs
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.memory_advice import is_out_of_memory, memory_advice
 from kit.metrics import MetricsWriter
-from kit.plan import EngineName
+from kit.process_group import control_group, start_process_group
 from kit.recovery import Recovery
 from kit.run import Run
 from kit.watchdog import Watchdog
 
 HEARTBEAT_EVERY_S = 1.0
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 class Trainer:
@@ -267,43 +264,6 @@ def _check_nodes(run: Run, device: torch.device) -> None:
     report = check_nodes(device, run.plan.precision)
     if dist.get_rank() == 0:
         record_nodes(report, run.directory, run.site)
-
-
-def start_process_group(engine: EngineName = "native") -> torch.device:
-    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        os.environ.setdefault(name, value)
-    if engine == "neuron":
-        from kit.engines.neuron_adapter import start_process_group as start_xla
-
-        return start_xla()
-    if torch.cuda.is_available():
-        # A launcher that shows each rank one device only has a single index 0.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-    else:
-        device = torch.device("cpu")
-        keep_freed_memory()
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-    return device
-
-
-def control_group() -> Any:
-    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never part of a graph."""
-    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of handing it back to the kernel, for the life of this process.
-
-    Each step allocates the same large tensors again. On a CPU, fresh pages for them took a sixth of a demo step.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        trim_threshold, mmap_max = -1, -4  # malloc.h
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def _record_attempt(run: Run, attempt: int) -> None:

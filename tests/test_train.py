@@ -18,7 +18,8 @@ import torch
 import kit
 from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
-from kit.checkpoint import Checkpoints, CheckpointWriter
+from kit.checkpoint import Checkpoints
+from kit.checkpoint_writer import CheckpointWriter
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.run import Run

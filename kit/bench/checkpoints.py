@@ -22,6 +22,8 @@ SPEC = ModelSpec.llama(
     sequence_length=256,
 )  # fmt: skip
 REPEATS = 5
+PAUSE_S = 3.0
+"""Before each write: a virtual machine gives freed memory back to its host in between, as between real checkpoints."""
 
 
 def measure(workplace: Path, spec: ModelSpec = SPEC) -> list[Row]:
@@ -53,11 +55,12 @@ def times(folder: Path, spec: ModelSpec) -> dict:
     import torch
     import torch.distributed as dist
 
-    from kit.checkpoint import Checkpoints, CheckpointWriter
+    from kit.checkpoint import Checkpoints
+    from kit.checkpoint_writer import CheckpointWriter
     from kit.engines import PortableEngine, build_engine
     from kit.plan import Plan
+    from kit.process_group import keep_freed_memory
     from kit.recipe import Recipe
-    from kit.train import keep_freed_memory
 
     keep_freed_memory()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
@@ -69,6 +72,7 @@ def times(folder: Path, spec: ModelSpec) -> dict:
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
     found: dict = {"save_s": [], "stall_s": [], "load_s": [], "plain_s": []}
     for step in range(REPEATS + 1):
+        time.sleep(PAUSE_S)
         facts = {"step": step, "samples": step, "tokens": step, "seed": 1, "spec": spec, "plan": plan}
         start = time.perf_counter()
         writer.start(engine.state_dict(), facts)
@@ -79,12 +83,15 @@ def times(folder: Path, spec: ModelSpec) -> dict:
         manifest = checkpoints.load(step, engine.state_dict(), spec=spec, distributed=True)
         found["load_s"].append(time.perf_counter() - start)
         found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(manifest.step).iterdir())
-        found["plain_s"].append(_plain_write(folder / "plain", found["bytes"]))
+        time.sleep(PAUSE_S)
+        found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
+        (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
     return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}  # 0 warms up
 
 
 def _plain_write(file: Path, size: int) -> float:
+    """Returns the seconds that a new file takes, made beside the one before, as a checkpoint is."""
     content = memoryview(bytearray(os.urandom(1 << 20)) * (size // (1 << 20)))
     start = time.perf_counter()
     with file.open("wb") as stream:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.record import write_atomic
-from kit.train import start_process_group
+from kit.process_group import start_process_group
 
 SIZES = (2**10, 2**20, 2**24)
 """Bytes of a message: the first gives the latency, the last the bandwidth."""

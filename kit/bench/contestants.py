@@ -28,9 +28,9 @@ from kit.engines.adamw import adamw
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
+from kit.process_group import keep_freed_memory
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from kit.train import keep_freed_memory
 
 NUM_BATCHES = 8
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.

@@ -2,7 +2,8 @@
 
 from typing import Any, Protocol
 
-from kit.checkpoint import CheckpointWriter, Manifest
+from kit.checkpoint import Manifest
+from kit.checkpoint_writer import CheckpointWriter
 from kit.engines import Engine, PortableEngine
 from kit.run import Run
 

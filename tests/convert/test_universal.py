@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
-from kit.checkpoint import CheckpointWriter
+from kit.checkpoint_writer import CheckpointWriter
 from kit.convert.deepspeed import export_universal, import_universal
 from kit.engines.deepspeed import DeepSpeedEngine
 from kit.engines.deepspeed_config import deepspeed_config

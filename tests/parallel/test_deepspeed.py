@@ -18,7 +18,8 @@ pytest.importorskip("deepspeed")
 
 import kit
 from cluster.state import read_state
-from kit.checkpoint import Checkpoints, CheckpointWriter
+from kit.checkpoint import Checkpoints
+from kit.checkpoint_writer import CheckpointWriter
 from kit.commands.runs import engine as show_engine
 from kit.engines import build_engine
 from kit.engines.deepspeed import DeepSpeedEngine
