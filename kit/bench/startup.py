@@ -1,6 +1,5 @@
 """How long a user waits: for `import kit`, and from `launch` to the first optimizer step of the demo model."""
 
-import json
 import statistics
 import subprocess
 import sys
@@ -28,9 +27,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         workplace: an empty folder.
         dataset: to train on; its vocabulary must fit the demo model.
     """
-    empty = _median_s("pass", repeats=9)
-    rows = [_import_row(package, empty) for package in ("kit", "cluster")]
-    rows.append(row("`import torch`, for comparison", _median_s("import torch", repeats=3) - empty, "s"))
+    rows = [_import_row(package) for package in ("kit", "cluster")]
+    rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
         times = [first_step_s(workplace / f"{name}-{i}", plan, dataset) for i in range(3)]
         note = f"median of 3, {min(times):.1f} to {max(times):.1f} s"
@@ -62,21 +60,18 @@ def wait_until_done(run: Run, *, limit_s: float = 600) -> None:
         raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
 
 
-def _import_row(package: str, empty_s: float) -> Row:
-    loaded = json.loads(_output(f"import {package}, sys, json; print(json.dumps('torch' in sys.modules))"))
-    seconds = _median_s(f"import {package}", repeats=9) - empty_s
-    note = "beyond an empty interpreter; " + ("torch is imported" if loaded else "torch is not imported")
+def _import_row(package: str) -> Row:
+    seconds, loaded = _import_s(package, repeats=9)
+    note = "in a new interpreter; " + ("torch is imported" if loaded else "torch is not imported")
     return row(f"`import {package}`", seconds, "s", at_most=0.3, note=note)
 
 
-def _median_s(code: str, *, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        _output(code)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _output(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def _import_s(package: str, *, repeats: int) -> tuple[float, bool]:
+    """Returns the median seconds of an import in a new interpreter, and whether torch came with it."""
+    code = (
+        f"import sys, time; start = time.perf_counter(); import {package}; "
+        f"print(time.perf_counter() - start, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    said = [subprocess.run(command, check=True, capture_output=True, text=True).stdout.split() for _ in range(repeats)]
+    return statistics.median(float(seconds) for seconds, _ in said), said[0][1] == "True"
