@@ -30,9 +30,8 @@ def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) ->
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, gradients: bool) -> Tensor:
-        if gradients:
-            ctx.gradients = torch.empty_like(x_NH), torch.zeros_like(weight_VH, dtype=torch.float32)
         rows = max(1, LOGITS_AT_ONCE // len(weight_VH))
+        dx_NH, dweight_VH = torch.empty_like(x_NH if gradients else x_NH[:0]), None
         loss = x_NH.new_zeros((), dtype=torch.float32)
         for start in range(0, len(x_NH), rows):
             chunk = slice(start, start + rows)
@@ -40,10 +39,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss -= log_p_RV.gather(1, targets_N[chunk, None]).sum()
             if gradients:
                 d_RV = _by_logits(log_p_RV, targets_N[chunk], len(x_NH)).to(x_NH.dtype)
-                torch.mm(d_RV, weight_VH, out=ctx.gradients[0][chunk])
-                ctx.gradients[1].add_(d_RV.T @ x_NH[chunk])
+                torch.mm(d_RV, weight_VH, out=dx_NH[chunk])
+                dweight_VH = _add_product(dweight_VH, d_RV.T, x_NH[chunk])
                 del d_RV
             del log_p_RV  # else it lives on beside the next chunk's
+        ctx.gradients = dx_NH, dweight_VH
         return loss / len(x_NH)
 
     @staticmethod
@@ -58,3 +58,12 @@ def _by_logits(log_p_RV: Tensor, targets_R: Tensor, count: int) -> Tensor:
     d_RV = log_p_RV.exp_()
     minus_R1 = d_RV.new_full((len(targets_R), 1), -1.0)
     return d_RV.scatter_add_(1, targets_R[:, None], minus_R1).div_(count)
+
+
+def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> Tensor:
+    """Returns the sum of a matrix product and, in fp32, of those before it."""
+    if total_VH is None:
+        return left_VR @ right_RH
+    if right_RH.dtype in (torch.float32, torch.float64):
+        return total_VH.addmm_(left_VR, right_RH)
+    return total_VH.float().add_(left_VR @ right_RH)
