@@ -12,7 +12,8 @@ sequence parallelism, else 1 (other letters: layouts.py).
   and of the output projection, fp32 logits (Korthikanti et al., arXiv 2205.05198, section 4.3).
 - workspace: one layer made again for its backward pass and its gradients, or the copies of the logits that the loss
   needs, whichever is larger: the logits are gone when the first layer's backward pass begins. Where the loss is
-  computed in chunks: those of one chunk, and gradients of the output projection (fp32) and of its input.
+  computed in chunks: those of one chunk, the gradient of its input, and where there are several the sum of that of the
+  output projection (fp32).
 - buffers: pipeline messages, gathered weights and whole gradients of ZeRO, key/value blocks of context parallelism.
 - reserve: everything not modelled (`out_of_memory.py`).
 """
@@ -226,7 +227,8 @@ class _Stages:
         self.logits = layouts.vocab_size / (1.0 if kernels.gathered_logits else t)
         self.chunked = (self.kernels.chunk_logits > 0) & ~self.piped & (t == 1)
         at_once = np.minimum(layouts.vocab_size, self.kernels.chunk_logits / self.tokens)
-        self.chunk = self.kernels.chunk_logit_bytes * at_once + 4 * h * layouts.vocab_size / self.tokens + 2 * h
+        summed = np.where(at_once < layouts.vocab_size, 4 * h * layouts.vocab_size / self.tokens, 0.0)
+        self.chunk = self.kernels.chunk_logit_bytes * at_once + summed + 2 * h
         gpipe = self.piped & (layouts.schedule == _GPIPE)  # all forward passes first, the others one at a time
         self.head_count = np.where(gpipe, layouts.num_microbatches, 1.0)
         self._share(convention)
