@@ -1,6 +1,6 @@
 """Checkpoints of a 26M model on this machine: save and load in MB/s, beside a plain write of as many bytes.
 
-    python -m kit.bench.checkpoints FOLDER     in a process of its own, since a process group changes the state of its
+    python -m kit.bench.checkpoints FOLDER PAUSE_S     in a process of its own: a process group changes its state
 
 The stall is what `save` keeps training waiting for: the copy. Writing goes on behind it, and how much that slows the
 steps is in the table of recording.
@@ -26,13 +26,18 @@ PAUSE_S = 3.0
 """Before each write: a virtual machine gives freed memory back to its host in between, as between real checkpoints."""
 
 
-def measure(workplace: Path, spec: ModelSpec = SPEC) -> list[Row]:
+def measure(workplace: Path, spec: ModelSpec = SPEC, *, pause_s: float = PAUSE_S) -> list[Row]:
     """Returns MB/s of saving, loading and of a plain write, and the stall.
+
+    Args:
+        workplace: an empty folder.
+        spec: of the model whose checkpoint it is.
+        pause_s: before each write.
 
     Raises:
         RuntimeError: the process failed; with its last words.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "kit.bench.checkpoints", str(workplace)]
+    command = [sys.executable, "-W", "ignore", "-m", "kit.bench.checkpoints", str(workplace), str(pause_s)]
     done = subprocess.run(command, input=spec.to_json(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"checkpoints: {done.stderr.strip().splitlines()[-1]}")
@@ -50,7 +55,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC) -> list[Row]:
     ]
 
 
-def times(folder: Path, spec: ModelSpec) -> dict:
+def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     """Returns bytes of a checkpoint, and seconds of each repeat of saving, its stall, loading and a plain write."""
     import torch
     import torch.distributed as dist
@@ -72,7 +77,7 @@ def times(folder: Path, spec: ModelSpec) -> dict:
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
     found: dict = {"save_s": [], "stall_s": [], "load_s": [], "plain_s": []}
     for step in range(REPEATS + 1):
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
         facts = {"step": step, "samples": step, "tokens": step, "seed": 1, "spec": spec, "plan": plan}
         start = time.perf_counter()
         writer.start(engine.state_dict(), facts)
@@ -83,7 +88,7 @@ def times(folder: Path, spec: ModelSpec) -> dict:
         manifest = checkpoints.load(step, engine.state_dict(), spec=spec, distributed=True)
         found["load_s"].append(time.perf_counter() - start)
         found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(manifest.step).iterdir())
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)
         found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
@@ -101,4 +106,4 @@ def _plain_write(file: Path, size: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(times(Path(sys.argv[1]), ModelSpec.from_json(sys.stdin.read()))))
+    print(json.dumps(times(Path(sys.argv[1]), ModelSpec.from_json(sys.stdin.read()), float(sys.argv[2]))))

@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from kit.data.dataset import Dataset
 from kit.data.samples import Samples
@@ -120,8 +119,7 @@ class SmallTraining:
         return sum(self._loss(part).item() for part in self.held_out.split(16)) * 16 / VALIDATION
 
     def _loss(self, tokens: Tensor) -> Tensor:
-        logits_BTV = self.model(tokens[:, :-1])
-        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return self.model(tokens[:, :-1], tokens[:, 1:])
 
     def batch(self, number: int) -> Tensor:
         """Returns one batch of text, [BATCH, T + 1]."""

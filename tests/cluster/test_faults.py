@@ -27,7 +27,7 @@ from tests.cluster.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STANDIN = str(Path(__file__).parent / "standin.py")
 ROWS: list[Row] = []
-DP8 = Plan(data_parallel=8, zero_stage=1, micro_batch_size=1, global_batch_size=8)
+DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=8)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -290,15 +290,15 @@ def test_twenty_launches_leave_nothing_behind(sandbox, site, tmp_path):
 
 
 def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(sandbox, site, spec, recipe, tmp_path):
-    """Four nodes of two processes: one rank is killed, then the job is preempted; it comes back both times."""
-    unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP8, recipe=recipe)
+    """Two nodes of two processes: one rank is killed, then the job is preempted; it comes back both times."""
+    unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP4, recipe=recipe)
     assert unbroken.job.wait(300).state is JobState.DONE, unbroken.job.logs()
-    run = kit.launch(tmp_path / "broken", spec=spec, plan=DP8, recipe=recipe, site=site)
+    run = kit.launch(tmp_path / "broken", spec=spec, plan=DP4, recipe=recipe, site=site)
     at_step(run.job, 30)
     start = time.time()
-    os.kill(rank_process(run.job, 5), signal.SIGKILL)
+    os.kill(rank_process(run.job, 3), signal.SIGKILL)
     resumed = event(run.job, "running", start + 0.01)
-    measured("training, rank killed: first step of the restart", resumed.time - start, note="start of 8 ranks included")
+    measured("training, rank killed: first step of the restart", resumed.time - start, note="start of 4 ranks included")
     at_step(run.job, 60)
     start = time.time()
     sandbox.run("sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
@@ -315,7 +315,7 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
 
 
 def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, recipe, tmp_path):
-    plan = DP8.replace(data_parallel=2, global_batch_size=2)
+    plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder = nodes.small_directory / "checkpoints"
     folder.mkdir()
     run = Run.create(tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site)
