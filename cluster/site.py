@@ -152,13 +152,13 @@ class Site(Record):
             raise ConfigError(f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}")
         return dict(profiles[name])
 
-    def with_measured_peak(self, dtype: str, value: float, source: str) -> Self:
-        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device, measured as `source` says.
+    def with_measured_peak(self, dtype: str, value: float, source: str, error: float | None = None) -> Self:
+        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device ± `error`, measured as `source` says.
 
         Raises:
             ConfigError: the value is not a believable peak of one device.
         """
-        peaks = {**self.device.peak_flops_per_s, dtype: Fact(value=value, source=source)}
+        peaks = {**self.device.peak_flops_per_s, dtype: Fact(value=value, source=source, error=error)}
         return self.replace(device=self.device.replace(peak_flops_per_s=peaks))
 
     def _repr_html_(self) -> str:

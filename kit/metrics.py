@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError
 from cluster.site import Site
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -16,6 +15,9 @@ from kit.spec import ModelSpec
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 
 OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
+
+MAX_ABOVE_PEAK = 0.05
+"""Share of a run's steps that may look faster than the peak before it is the peak that is not believed."""
 
 
 class MetricsWriter:
@@ -79,36 +81,42 @@ class Metrics:
         return np.cumsum(self["tokens"])
 
     def mfu(self) -> np.ndarray | None:
-        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None for an unknown peak.
+        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None where there is none.
 
-        Raises:
-            ConfigError: a value above 1, so that FLOPs, batch, device count or peak must be wrong.
+        There is none for an unknown peak, nor for one that the run goes beyond: see `why_no_mfu`. Of a believable peak,
+        a single step above it (a clock was set, a line was damaged) is NaN.
         """
-        return self._utilisation(lambda plan: self.spec.flops_per_token())
+        return self._believable(0)
 
     def hfu(self) -> np.ndarray | None:
-        """Returns the same with recomputed FLOPs counted; None for an unknown peak. Errors as `mfu`."""
-        return self._utilisation(lambda plan: self.spec.hardware_flops_per_token(plan.recompute))
+        """Returns the same with recomputed FLOPs counted; None and NaN as in `mfu`."""
+        return self._believable(1)
 
-    def _utilisation(self, flops_per_token) -> np.ndarray | None:
-        values = np.full(len(self), np.nan)
+    @property
+    def why_no_mfu(self) -> str | None:
+        """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they are known."""
+        both = self._utilisations()
+        if both is None:
+            return "peak unknown"
+        known = both[1][np.isfinite(both[1])]
+        return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
+
+    def _believable(self, which: int) -> np.ndarray | None:
+        both = self._utilisations()
+        if both is None or self.why_no_mfu:
+            return None
+        return np.where(both[which] > 1, np.nan, both[which])
+
+    def _utilisations(self) -> np.ndarray | None:
+        """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
+        rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
-            here = self["attempt"] == attempt
-            peak = self.site.peak_flops_per_s(plan.precision)
-            if peak is None:
+            found = utilisation_rates(self.spec, plan, self.site)
+            if found is None:
                 return None
-            devices = plan.num_devices
-            if self.site.scheduler == "local":  # more processes than cores share the cores
-                devices = min(devices, self.site.devices_per_node)
-            with np.errstate(all="ignore"):
-                values[here] = self.tokens_per_s[here] * flops_per_token(plan) / (peak * devices)
-        if np.nanmax(values, initial=0) > 1:
-            raise ConfigError(
-                f"metrics: a utilisation of {np.nanmax(values):.0%} is above the peak. One of these is wrong: tokens "
-                f"per step ({self['tokens'].max():,}), the step time, the number of devices, or the peak of site "
-                f"{self.site.name!r}."
-            )
-        return values
+            rates[:, self["attempt"] == attempt] = np.array(found)[:, None]
+        with np.errstate(all="ignore"):
+            return rates * self.tokens_per_s
 
     def summary(self) -> dict[str, Any]:
         """Returns the last step in plain numbers, speeds as the median of the last 20 steps.
@@ -128,6 +136,21 @@ class Metrics:
             "mfu": None if mfu is None else median(mfu[recent]),
             "attempt": int(self["attempt"][-1]),
         }
+
+
+def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site) -> tuple[float, float] | None:
+    """Returns MFU and HFU at one token per second, to which both are proportional; None for an unknown peak."""
+    peak, devices = site.peak_flops_per_s(plan.precision), plan.num_devices
+    if peak is None:
+        return None
+    if site.scheduler == "local":  # more processes than cores share the cores
+        devices = min(devices, site.devices_per_node)
+    return spec.flops_per_token() / (peak * devices), spec.hardware_flops_per_token(plan.recompute) / (peak * devices)
+
+
+def refutes_peak(above: int, known: int) -> bool:
+    """Returns whether a peak is too low to be true: `above` of `known` steps computed faster than that."""
+    return above > MAX_ABOVE_PEAK * known
 
 
 def median(values: np.ndarray) -> float | None:

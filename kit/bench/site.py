@@ -1,16 +1,22 @@
 """`kit bench site`: the numbers of the machine at hand that estimates need: matrix products, memory, collectives."""
 
 import json
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import cluster
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
-from kit.bench.gemm import measured_site
+from cluster.state import last_attempt, read_state
+from kit.bench.gemm import is_settled, measure_peak, measured_site
+from kit.errors import RunError
+from kit.monitor.alerts import Alert, AlertLog
+from kit.run import Run
 
 TRIAD_NUMBERS = 2**25
 """Of each of three fp32 arrays: 128 MiB each, beyond any cache."""
@@ -46,11 +52,63 @@ def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> 
     return site.replace(device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links))
 
 
+def remeasure(run: Run, measure: Callable[[str], Fact] = measure_peak) -> dict[str, tuple[Fact | None, Fact]]:
+    """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old and new of each.
+
+    Raises:
+        ConfigError: the run was not trained on this machine.
+        RunError: the machine is too busy to measure a higher peak than the old one; nothing was written.
+    """
+    if run.site.scheduler != "local":
+        raise ConfigError(
+            f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot be measured here. "
+            f"Correct device.peak_flops_per_s in its site.json from the data sheet, or its plan or recipe."
+        )
+    state = read_state(run.directory)
+    if state and state.process and not state.process.is_here:
+        raise ConfigError(
+            f"{run.directory}: it was trained on {state.process.host}, which is not this machine. Measure there, or "
+            f"give the peak by hand: device.peak_flops_per_s in its site.json."
+        )
+    site, found = run.site, {}
+    for dtype in sorted({plan.precision for plan in (run.plan, *run.plans().values())}):
+        old, new = site.device.peak_flops_per_s.get(dtype), measure(dtype)
+        if not is_settled(new) and old is not None and new.value <= old.value:
+            raise RunError(
+                f"{run.directory}: this machine is too busy to measure its {dtype} peak: rounds differ by "
+                f"{new.error:.0%}, the best was {new.value / 1e9:.1f} GFLOP/s and its site.json has "
+                f"{old.value / 1e9:.1f}. Nothing was changed; try again when less runs (load average "
+                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)."
+            )
+        site = site.with_measured_peak(dtype, new.value, new.source, new.error)
+        found[dtype] = (old, new)
+    site.write(run.directory / "site.json")
+    _tell(run, found)
+    return found
+
+
+def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
+    """Says in the run's alerts, which keep what was wrong before, that its peak is another one now."""
+    attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
+    told = [
+        f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device: it was "
+        + ("unknown" if old is None else f"{old.value / 1e12:.3g}")
+        for dtype, (old, new) in found.items()
+    ]
+    AlertLog(run.directory / "alerts.jsonl").add(
+        [
+            Alert(kind="peak", level="warning", message=message, attempt=attempt, step=step, time=time.time())
+            for message in told
+        ]
+    )
+
+
 def to_toml(site: Site) -> str:
     """Returns the measured numbers of a site as a site file laid over `laptop`: a start for one of your own."""
 
     def fact(name: str, value: Fact) -> str:
-        return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)} }}"
+        error = "" if value.error is None else f", error = {value.error:.2g}"
+        return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
 
     lines = [f'base = "laptop"\nname = {json.dumps(site.name)}', "", "[device]"]
     if site.device.memory_bytes_per_s:

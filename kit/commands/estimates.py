@@ -96,12 +96,20 @@ def calibrate(
 def bench_site(
     processes: Annotated[int, typer.Option(help="over which collectives are measured")] = 2,
     out: Annotated[Path | None, typer.Option(help="keep them as a site file, NAME.toml; --site takes it")] = None,
+    apply: Annotated[
+        Path | None, typer.Option(help="only measure the peak again, into a run's site.json", metavar="RUN")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure matrix products, memory and collectives of this machine."""
+    """Measure matrix products, memory and collectives of this machine; or again the peak that a run's MFU rests on."""
     from cluster.site import Site
     from kit.bench.site import measure_site, to_toml
 
+    if apply is not None:
+        if out is not None:
+            raise ConfigError(f"--out {out}: not with --apply, which writes into the run. Give one of them.")
+        _apply_peak(apply, as_json)
+        return
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     site = measure_site(Site.load("laptop"), num_processes=processes)
@@ -116,6 +124,24 @@ def bench_site(
         (f"within {link.num_devices} processes, bytes/s", str(link.bytes_per_s)) for link in site.links.intra_node
     ]
     _print_table(site.description, ("", ""), facts)
+
+
+def _apply_peak(directory: Path, as_json: bool) -> None:
+    """Measures a run's peak again, and reads the run again with it."""
+    from kit.bench.site import remeasure
+    from kit.run import Run
+
+    found = remeasure(Run.open(directory))
+    metrics = Run.open(directory).metrics()
+    mfu = metrics.summary().get("mfu")
+    if as_json:
+        peaks = {dtype: new.to_dict() for dtype, (_, new) in found.items()}
+        print(json.dumps({"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": metrics.why_no_mfu}))
+        return
+    rows = [(f"{dtype} peak, FLOP/s, before", str(old or "unknown")) for dtype, (old, _) in found.items()]
+    rows += [(f"{dtype} peak, FLOP/s, now", str(new)) for dtype, (_, new) in found.items()]
+    rows.append(("MFU, last 20 steps", f"{mfu:.1%}" if mfu is not None else f"none: {metrics.why_no_mfu or 'no step'}"))
+    _print_table(str(directory), ("", ""), rows)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from cluster.render import render
 from cluster.site import Site
 from kit import launcher
 from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, strict_json
-from kit.errors import RunError
+from kit.errors import RunError, kit_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -55,9 +55,12 @@ def launch(
         print(render(launcher.job_spec(prepared, time_limit_s), place), end="")
         return
     if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(plan.precision) is None:
-        from kit.bench.gemm import measured_site
+        from kit.bench.gemm import is_settled, measured_site
 
         place = measured_site(place, plan.precision)
+        if not is_settled(place.device.peak_flops_per_s[plan.precision]):
+            again = kit_command("bench", "site", "--apply", run)
+            console().print(Text(f"The peak was measured on a busy machine. Measure it again, for MFU: {again}"))
     started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
     console().print(f"Started {plan.num_devices} processes. Watch: {_command('watch', started.directory)}")
 

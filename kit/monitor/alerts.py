@@ -1,8 +1,9 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
 Rules: a loss or gradient norm that is not finite, at once; a loss above the median of the 300 steps before by more than
-12 median absolute deviations; no step for a long time; MFU that falls, is low, or cannot be true; a slow rank; memory
-and disk that run out; an overdue checkpoint; a job that failed or was lost.
+12 median absolute deviations; a peak that the run goes beyond, or comes closer to than real runs do; no step for a long
+time; MFU that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or
+was lost.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from cluster.job import JobStatus
 from cluster.record import ConfigError, Record, field_doc
 from cluster.state import JobState
 from kit.checkpoint import BYTES_PER_PARAM
+from kit.errors import kit_command
 from kit.guard import SPIKE_MADS
 from kit.monitor.columns import Columns
 from kit.monitor.curves import Curves
@@ -43,7 +45,7 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, stall, mfu, straggler, memory, disk, checkpoint or job; guard: what the trainer did"
+        "nan, spike, peak, stall, mfu, straggler, memory, disk, checkpoint or job; guard: what the trainer did"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")
@@ -55,7 +57,7 @@ class Alert(Record):
         """Whether both tell of the same event, so that one of them is enough."""
         if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
             return False
-        if self.kind == "job":  # an attempt fails once, however often and late it is looked at
+        if self.kind in ("job", "peak"):  # an attempt fails once, however often and late it is looked at
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if self.kind == "guard":
             return self.step == other.step
@@ -125,7 +127,7 @@ class Watchman:
 
     def look(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
-        found = [*self._at_steps(columns), *self._now(columns, curves, status, ranks)]
+        found = [*self._at_steps(columns), *self._peak(curves), *self._now(columns, curves, status, ranks)]
         return self.log.add(found)
 
     def _at_steps(self, columns: Columns) -> Iterator[Alert]:
@@ -141,6 +143,21 @@ class Watchman:
         for row, median in spikes(columns["loss"][:end], start):
             loss = columns["loss"][row]
             yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {median:.3g})")
+
+    def _peak(self, curves: Curves) -> Iterator[Alert]:
+        """Judges the record, not the machine: of a run that has ended too."""
+        dtype, columns = self.run.plan.precision, curves.columns
+        peak = self.run.site.peak_flops_per_s(dtype)
+        if peak is None or not len(curves):
+            return
+        of, advice = f"{dtype} peak of {peak / 1e12:.3g} TFLOP/s a device", peak_advice(self.run)
+        recent = _finite(curves["mfu"][-MFU_STEPS:])
+        if curves.times_peak is not None:
+            told = f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given. {advice}"
+            yield _at(columns, len(curves) - 1, "peak", "error", f"the {of} cannot be true: {told}")
+        elif len(recent) and (mfu := float(np.median(recent))) > MFU_DOUBTFUL:
+            told = f"an MFU of {mfu:.0%} is higher than real runs reach. {advice}"
+            yield _at(columns, len(curves) - 1, "peak", "warning", f"the {of} is doubtful: {told}")
 
     def _now(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> Iterator[Alert]:
         step = int(columns["step"][-1]) if len(columns) else 0
@@ -177,11 +194,6 @@ class Watchman:
         if not len(recent):
             return None
         now, before = float(np.median(recent)), _finite(curves["mfu"][-20_000:])
-        if now > 1:
-            return "mfu", "error", (f"MFU {now:.0%} is above the peak: tokens per step, step time, number of "
-                                    f"devices, or the peak of site {self.run.site.name!r} is wrong")  # fmt: skip
-        if now > MFU_DOUBTFUL:
-            return "mfu", "warning", f"MFU {now:.0%} is higher than real runs reach; check the site's peak"
         if len(before) >= 2 * MFU_STEPS and now < MFU_FALL * float(np.median(before)):
             return "mfu", "warning", f"MFU fell to {now:.1%}, from {np.median(before):.1%}"
         if len(before) >= 2 * MFU_STEPS and now < MFU_LOW and self.run.site.scheduler != "local":
@@ -223,6 +235,16 @@ class Watchman:
             "warning",
             f"the last checkpoint is {step - newest:,} steps old, one is due every {every:,}",
         )
+
+
+def peak_advice(run: Run) -> str:
+    """Returns what to do about a peak that is not known or not believed."""
+    if run.site.scheduler == "local":
+        return f"Measure it again on an idle machine: {kit_command('bench', 'site', '--apply', run.directory)}"
+    return (
+        f"Check the tokens of a step, the number of devices ({run.plan.num_devices:,}) and, in "
+        f"{run.directory / 'site.json'}, device.peak_flops_per_s against the data sheet"
+    )
 
 
 def not_finite(columns: Columns, start: int, end: int) -> np.ndarray:

@@ -8,13 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kit.metrics import refutes_peak
 from kit.monitor.columns import Columns
 
 AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 SCHEDULED = ("learning_rate", "memory_bytes")
 """Not noise: an average of these would only lag behind."""
-DERIVED = ("tokens_per_s", "mfu", "tokens", "time")
+DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time")
+UTILISATIONS = ("mfu", "hfu")
 """The other series are columns of the file as they are."""
 BLOCK = 32
 
@@ -24,28 +26,47 @@ class Curves:
 
     Args:
         columns: read by someone else; `update` takes over what is new.
-        utilisation: returns MFU per token/s of an attempt, NaN for an unknown peak.
+        utilisation: returns MFU and HFU per token/s of an attempt, NaN for an unknown peak.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
     """
 
-    def __init__(self, columns: Columns, utilisation: Callable[[int], float], smoothing: float = 0.9) -> None:
+    def __init__(
+        self, columns: Columns, utilisation: Callable[[int], tuple[float, float]], smoothing: float = 0.9
+    ) -> None:
         self.columns, self.utilisation, self.smoothing = columns, utilisation, smoothing
         self._revision = columns.revision
         self._values = {name: Growing() for name in DERIVED}
+        self._above_peak, self._known_peak = Growing(), 0
         self._averages: dict[str, Average] = {}
 
     def __len__(self) -> int:
         return len(self._values["time"])
 
     def __getitem__(self, name: str) -> np.ndarray:
+        if name in UTILISATIONS and self.times_peak is not None:
+            return np.broadcast_to(np.nan, len(self))
         return self._values[name].array if name in DERIVED else self.columns[name][: len(self)]
+
+    @property
+    def times_peak(self) -> float | None:
+        """How many times the peak the steps above it reach, in the median, where there are too many to believe it.
+
+        There is then no MFU and no HFU, by the rule of `kit.metrics.Metrics.mfu`.
+        """
+        above = self._above_peak.array
+        return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None
+
+    def restart(self) -> None:
+        """Works everything out again at the next update: the run has another peak now."""
+        self._revision = -1
 
     def update(self) -> None:
         """Takes over the rows that are new in the columns; all of them where older ones have changed."""
         if self.columns.revision != self._revision:
             self._revision = self.columns.revision
             self._averages.clear()
-            for values in self._values.values():
+            self._known_peak = 0
+            for values in (*self._values.values(), self._above_peak):
                 values.clear()
         new = slice(len(self), len(self.columns))
         if new.start == new.stop:
@@ -55,7 +76,7 @@ class Curves:
             speed = columns["tokens"][new] / columns["step_time_s"][new]
         speed[~np.isfinite(speed)] = np.nan
         self._values["tokens_per_s"].extend(speed)
-        self._values["mfu"].extend(speed * self._factors(columns["attempt"][new]))
+        self._utilise(speed, columns["attempt"][new])
         tokens, time = self._values["tokens"], self._values["time"]
         tokens.extend((tokens.last or 0.0) + np.nancumsum(columns["tokens"][new]))
         elapsed = columns["time"][new] - columns["time"][0]
@@ -90,11 +111,20 @@ class Curves:
         rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
         return x[last], np.stack(rows)
 
-    def _factors(self, attempts: np.ndarray) -> np.ndarray | float:
-        if attempts.min() == attempts.max():
-            return self.utilisation(int(attempts[0]))
+    def _utilise(self, speed: np.ndarray, attempts: np.ndarray) -> None:
+        """Takes over MFU and HFU of further steps; a value above 1 is none."""
+        was_refuted = self.times_peak is not None
         numbers, index = np.unique(attempts, return_inverse=True)
-        return np.array([self.utilisation(int(number)) for number in numbers])[index]
+        factors = np.array([self.utilisation(int(number)) for number in numbers])[index]
+        values = speed * factors.T
+        hardware = values[1]
+        self._above_peak.extend(hardware[hardware > 1])
+        self._known_peak += int(np.isfinite(hardware).sum())
+        for name, row in zip(UTILISATIONS, values, strict=True):
+            self._values[name].extend(np.where(row > 1, np.nan, row))
+        if was_refuted != (self.times_peak is not None):  # what was averaged is no longer what is shown
+            for name in UTILISATIONS:
+                self._averages.pop(name, None)
 
 
 class Growing:

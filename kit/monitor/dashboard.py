@@ -16,10 +16,10 @@ import numpy as np
 from cluster.job import read_status
 from cluster.state import log_path, read_exit, read_state
 from kit.errors import ConfigError, RunError
-from kit.metrics import Metrics
+from kit.metrics import utilisation_rates
 from kit.monitor import logs
 from kit.monitor.actions import Actions
-from kit.monitor.alerts import Watchman
+from kit.monitor.alerts import Watchman, peak_advice
 from kit.monitor.columns import CHUNK_BYTES, Columns
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
 from kit.monitor.ranks import RankTimes
@@ -74,13 +74,14 @@ class Dashboard:
         self.run = run
         self.lock = threading.RLock()
         self.columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
-        self.curves = Curves(self.columns, lambda attempt: mfu_per_token_rate(self.run, attempt), smoothing)
+        self.curves = Curves(self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing)
         self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
         self.others = {name: _curves(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
         self.watchman, self.actions = Watchman(run), Actions(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
         self.log_rank, self.log_search = 0, ""
+        self._site_time = self._site_changed()
         self._last_row = time.monotonic()
 
     def read(self) -> bool:
@@ -102,7 +103,7 @@ class Dashboard:
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
-        if status.attempt != self.status.attempt:
+        if (status.attempt, self._site_changed()) != (self.status.attempt, self._site_time):
             self._reopen()
         self.ranks.look(status.attempt)
         with self.lock:
@@ -183,7 +184,6 @@ class Dashboard:
         step_time, mfu = _median(columns["step_time_s"][recent]), _median(curves["mfu"][recent])
         speed, steps = _median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
         left = max(0, steps - int(columns["step"][-1]))
-        hardware = self.run.spec.hardware_flops_per_token(plan.recompute) / self.run.spec.flops_per_token()
         memory, price = self.run.site.device.memory_bytes, self.run.site.price_per_node_hour
         hours = float(np.nansum(columns["step_time_s"])) / 3600
         nodes = max(1, math.ceil(plan.num_devices / self.run.site.devices_per_node))
@@ -191,18 +191,26 @@ class Dashboard:
             "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
             "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
             "tokens": int(curves["tokens"][-1]), "tokens_left": _plain(columns["tokens"][-1] * left),
-            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": None if mfu is None else mfu * hardware,
+            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": _median(curves["hfu"][recent]),
+            "why_no_mfu": self.why_no_mfu,
             "eta_s": left * step_time if step_time is not None and not self.status.state.is_final else None,
             "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
             "cost": None if price is None else {"value": hours * nodes * price.value, "note": str(price)},
             "formula": self._formula(),
         }  # fmt: skip
 
+    @property
+    def why_no_mfu(self) -> str | None:
+        """As of `kit.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
+        if self.curves.times_peak is not None:
+            return "above the peak"
+        return "peak unknown" if self.run.site.peak_flops_per_s(self.run.plan.precision) is None else None
+
     def _formula(self) -> str:
         spec, plan, site = self.run.spec, self.run.plan, self.run.site
         peak = site.peak_flops_per_s(plan.precision)
         if peak is None:
-            return f"No MFU: site {site.name!r} has no {plan.precision} peak. Measure one with: kit bench site"
+            return f"No MFU: site {site.name!r} has no {plan.precision} peak. {peak_advice(self.run)}"
         fact = site.device.peak_flops_per_s.get(plan.precision)
         source = f" ({fact.source})" if fact else ""
         return (
@@ -233,8 +241,16 @@ class Dashboard:
             return []
         return [_mean(part) for part in np.array_split(relative, stages)]
 
+    def _site_changed(self) -> float | None:
+        """Returns when site.json was written last: `kit bench site --apply` corrects a peak in it."""
+        try:
+            return (self.run.directory / "site.json").stat().st_mtime
+        except OSError:
+            return None
+
     def _reopen(self) -> None:
-        """A new attempt may have another plan and more steps to do."""
+        """A new attempt may have another plan and more steps to do, a corrected site another peak."""
+        self._site_time = self._site_changed()
         try:
             run = Run.open(self.run.directory)
         except (ConfigError, RunError):  # removed while watched: the last picture stays
@@ -242,22 +258,20 @@ class Dashboard:
         with self.lock:
             self.run = self.actions.run = self.watchman.run = run
             self.ranks = RankTimes(run.directory, run.plan.num_devices)
+            self.curves.restart()
 
 
-def mfu_per_token_rate(run: Run, attempt: int) -> float:
-    """Returns the MFU of one token per second, NaN for an unknown peak: utilisation is proportional to speed."""
+def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
     try:
         plan = run.plans().get(attempt, run.plan)
     except ConfigError:  # written this moment, or damaged
         plan = run.plan
-    second = {"attempt": np.array([attempt]), "tokens": np.ones(1), "step_time_s": np.ones(1), "step": np.ones(1)}
-    one = Metrics(columns=second, spec=run.spec, plans={attempt: plan}, site=run.site, skipped_lines=0).mfu()
-    return math.nan if one is None else float(one[0])
+    return utilisation_rates(run.spec, plan, run.site) or (math.nan, math.nan)
 
 
 def _curves(run: Run) -> Curves:
     columns = Columns(run.directory / "metrics.jsonl", run.directory / "monitor" / "columns.bin")
-    return Curves(columns, lambda attempt: math.nan)
+    return Curves(columns, lambda attempt: (math.nan, math.nan))
 
 
 def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:

@@ -19,16 +19,13 @@ FORMATS = ("csv", "parquet")
 def export_table(run: Run, *, every_attempt: bool = False) -> Any:
     """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest as recorded.
 
-    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the peak is known. Each step is
+    Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the run has them. Each step is
     there once, in order, as the newest attempt left it, with total_tokens up to it. A value that was not recorded, and
     only that, is null: NaN and infinity stay what they are.
 
     Args:
         run: which.
         every_attempt: all lines in the order of the file instead, repeated steps too, without total_tokens.
-
-    Raises:
-        ConfigError: a utilisation above the peak, so that something recorded is wrong.
     """
     import pyarrow
 
@@ -43,6 +40,7 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
         "model": run.spec.name,
         "model_flops_per_token": run.spec.flops_per_token(),
         "site": run.site.name,
+        "why_no_mfu": metrics.why_no_mfu,
         "peak_flops_per_s_per_device": run.site.peak_flops_per_s(run.plan.precision),
         "devices_by_attempt": {str(attempt): plan.num_devices for attempt, plan in run.plans().items()},
     }
@@ -53,7 +51,7 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
     """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its number of rows.
 
     Raises:
-        ConfigError: no such format, or as `export_table`.
+        ConfigError: no such format.
         RunError: the file is there and `overwrite` is False, or its folder is not.
     """
     if format not in FORMATS:
@@ -99,12 +97,10 @@ def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _derived(metrics: Metrics, total: bool) -> dict[str, np.ndarray]:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        derived = {"tokens_per_s": metrics.tokens_per_s}
-        derived |= {"total_tokens": np.nancumsum(metrics["tokens"]).astype(np.int64)} if total else {}
-        for name, values in (("mfu", metrics.mfu()), ("hfu", metrics.hfu())):
-            derived |= {} if values is None else {name: values}
-    return derived
+    derived = {"tokens_per_s": metrics.tokens_per_s}
+    derived |= {"total_tokens": np.nancumsum(metrics["tokens"]).astype(np.int64)} if total else {}
+    utilisations = {"mfu": metrics.mfu(), "hfu": metrics.hfu()}
+    return derived | {name: values for name, values in utilisations.items() if values is not None}
 
 
 def _column(values: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The static figure of a run: loss with held-out points, MFU (tokens/s where the peak is unknown), and its scores."""
+"""The static figure of a run: loss with held-out points, MFU (tokens/s where there is none), and its scores."""
 
 import math
 from typing import Any
@@ -19,7 +19,7 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
     """Returns a matplotlib figure of a run and the table that it shows.
 
     The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations), tokens_per_s and,
-    where the site's peak is known, mfu.
+    where the site's peak is known and believable, mfu.
 
     Args:
         run: with at least no steps; an empty run gives an empty figure.
@@ -35,7 +35,7 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
             figure.set_figwidth(1.35 * figure.get_figwidth())
             draw_scores(axis, accuracies)
         _draw_loss(left, table, baselines or {})
-        _draw_speed(right, table, run)
+        _draw_speed(right, table, run, metrics.why_no_mfu)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
@@ -100,7 +100,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     axis.legend(loc="upper right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.85)
 
 
-def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
+def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | None) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
     plans = run.plans()
     values = scale * np.where(np.isfinite(table[name]), table[name], np.nan)
@@ -127,7 +127,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run) -> None:
         top = np.nanmax(values, initial=1)
         axis.set_ylim(0, 10 * math.ceil(1.25 * top / 10))
     else:
-        axis.set_title("Tokens/s (no MFU: peak unknown)")
+        axis.set_title(f"Tokens/s (no MFU: {why})")
         axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))
 
 

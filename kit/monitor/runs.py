@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.record import ConfigError
 from cluster.state import JobError
-from kit.errors import RunError
+from kit.errors import RunError, kit_command
 from kit.metrics import median
 from kit.monitor.figure import smooth
 from kit.monitor.rows import parse_row, rows_to_metrics
@@ -108,22 +108,19 @@ def live_row(run: Run) -> dict[str, Any]:
     except JobError:
         state, reason = "not started", "no job was submitted for it"
     row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
-    recent = _recent(run)
-    if not recent:
+    newest = _newest_rows(run)
+    if not newest:
         return {**row, "step": 0}
-    metrics = rows_to_metrics(recent, spec=run.spec, plans=run.plans(), site=run.site)
-    try:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            mfu = metrics.mfu()
-    except ConfigError as error:
-        mfu, row["reason"] = None, f"{reason}; {error}"
-    last = recent[-1]
+    metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site)
+    mfu, last, recent = metrics.mfu(), newest[-1], slice(-RECENT_STEPS, None)
+    if metrics.why_no_mfu == "above the peak":
+        row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('alerts', run.directory)}"
     return {
         **row,
         "step": last["step"],
         "loss": float(metrics["loss"][-1]),
-        "tokens_per_s": median(metrics.tokens_per_s),
-        "mfu": None if mfu is None else median(mfu),
+        "tokens_per_s": median(metrics.tokens_per_s[recent]),
+        "mfu": None if mfu is None else median(mfu[recent]),
         "attempt": last["attempt"],
     }
 
@@ -131,19 +128,17 @@ def live_row(run: Run) -> dict[str, Any]:
 def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
     """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each: step, loss, speed.
 
-    MFU is drawn where the peak of every run is known, else tokens/s. The table's speed has the drawn quantity's name.
+    MFU is drawn where every run has one, else tokens/s. The table's speed has the drawn quantity's name.
 
     Raises:
         RunError: no run or more than eight, or two of one name.
-        ConfigError: a utilisation above the peak.
     """
     if not 1 <= len(runs) <= MAX_COMPARED:
         raise RunError(f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare.")
     labels = _labels(runs)
     found = [run.metrics() for run in runs]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        utilisations = [metrics.mfu() for metrics in found]
-        speeds = [metrics.tokens_per_s for metrics in found]
+    utilisations, speeds = [metrics.mfu() for metrics in found], [metrics.tokens_per_s for metrics in found]
+    whys = sorted({why for metrics in found if (why := metrics.why_no_mfu)})
     speed = "tokens_per_s" if any(values is None for values in utilisations) else "mfu"
     values = [u if speed == "mfu" and u is not None else s for u, s in zip(utilisations, speeds, strict=True)]
     table = {
@@ -154,7 +149,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
     with figure_style() as plt, plt.rc_context({"text.parse_math": False}):
         figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
         left.set_title("Loss, nats per token (average of ~5 steps)")
-        right.set_title("MFU, % of peak" if speed == "mfu" else "Tokens/s (no MFU: a peak is unknown)")
+        right.set_title("MFU, % of peak" if speed == "mfu" else f"Tokens/s (no MFU: {', '.join(whys)})")
         for i, (label, columns) in enumerate(table.items()):
             shown = f" {label}" if label.startswith("_") else label
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
@@ -182,8 +177,8 @@ def show(column: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _recent(run: Run) -> list[dict[str, Any]]:
-    """Returns the last rows of the newest attempt, in step order, from the end of the file."""
+def _newest_rows(run: Run) -> list[dict[str, Any]]:
+    """Returns rows of the newest attempt, in step order, from the end of the file."""
     try:
         with (run.directory / "metrics.jsonl").open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -193,7 +188,7 @@ def _recent(run: Run) -> list[dict[str, Any]]:
         return []
     rows = [row for row in map(parse_row, lines) if row is not None]  # a first line that was cut is none
     newest = max((row["attempt"] for row in rows), default=0)
-    return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])[-RECENT_STEPS:]
+    return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -35,13 +35,7 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     except ConfigError:  # damaged; what was recorded is still worth sending
         plans = {}
     metrics = rows_to_metrics(rows, spec=run.spec, plans=plans, site=run.site)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        derived: dict[str, np.ndarray | None] = {"tokens_per_s": metrics.tokens_per_s}
-        for name in ("mfu", "hfu"):
-            try:
-                derived[name] = getattr(metrics, name)()
-            except ConfigError:  # above the peak: `kit status` says what is wrong; no wrong number leaves
-                derived[name] = None
+    derived = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
     found = []
     for i, row in enumerate(rows):
         numbers = {name: float(value) for name, value in row.items() if is_number(value) and name not in NOT_SCALARS}

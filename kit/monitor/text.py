@@ -89,7 +89,7 @@ def _looked_at(dashboard: Dashboard, width: int) -> Group:
         (facts["name"], "bold"), "  ", (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")), "  ",
         (facts["reason"], "dim"),
     )  # fmt: skip
-    parts = [title, _tiles(dashboard, facts, width), *_curves(dashboard, width), *_alerts(dashboard, width)]
+    parts = [title, _tiles(dashboard, facts, width), *_curves(dashboard, width), *_alerts(dashboard)]
     if scores := last_scores(dashboard.run):
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
@@ -106,8 +106,7 @@ def _looked_at(dashboard: Dashboard, width: int) -> Group:
 def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
     """Returns the numbers of the last step, as many in a line as fit."""
     columns = dashboard.columns
-    mfu, hfu, left = facts.get("mfu"), facts.get("hfu"), facts.get("eta_s")
-    known = np.isfinite(dashboard.curves["mfu"]).any()
+    left = facts.get("eta_s")
     cells = {
         "step": f"{facts['step']:,} / {facts['num_steps']:,}",
         "loss": _last(columns["loss"], ".4f", always=True),
@@ -115,8 +114,8 @@ def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
         "grad norm": _last(columns["grad_norm"], ".3f"),
         "s/step": _show(facts.get("step_time_s"), ".3g"),
         "tokens/s": _show(facts.get("tokens_per_s"), ",.0f"),
-        "MFU": "peak unknown" if len(columns) and not known else "impossible" if mfu and mfu > 1 else _show(mfu, ".1%"),
-        "HFU": "-" if mfu and mfu > 1 else _show(hfu, ".1%"),
+        "MFU": facts.get("why_no_mfu") or _show(facts.get("mfu"), ".1%"),
+        "HFU": _show(facts.get("hfu"), ".1%"),
         "left": "-" if left is None else _duration(left),
         "attempt": str(facts["attempt"]),
         "checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none",
@@ -167,14 +166,13 @@ def curve(values: np.ndarray, width: int, height: int = 5) -> list[str]:
     return lines
 
 
-def _alerts(dashboard: Dashboard, width: int) -> list[Text]:
-    """Returns the newest alerts, each in one line."""
+def _alerts(dashboard: Dashboard) -> list[Text]:
+    """Returns the newest alerts, whole: what to do stands at their end."""
     lines = []
     for alert in dashboard.watchman.log.alerts[: -ALERTS_SHOWN - 1 : -1]:
         mark = "✖" if alert.level == "error" else "⚠"
         line = Text(f"{mark} {_clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
         line.stylize(COLOURS_OF_LEVELS[alert.level])
-        line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
 

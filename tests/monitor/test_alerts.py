@@ -107,12 +107,19 @@ def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
     assert kinds(dashboard) == ["stall"]
 
 
-@pytest.mark.parametrize(("peak", "expected"), [(1e9, "above the peak"), (4.6e10, "higher than real runs reach")])
-def test_mfu_that_cannot_be_true(tmp_path: Path, peak: float, expected: str) -> None:
-    run = recorded_run(tmp_path / "run", steps=200)
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.DONE])
+@pytest.mark.parametrize(("peak", "expected"), [(1e9, "so no MFU or HFU is given"), (4.6e10, "than real runs reach")])
+def test_a_peak_that_cannot_be_true(tmp_path: Path, peak: float, expected: str, state: JobState) -> None:
+    run = recorded_run(tmp_path / "a run", steps=200, state=state)
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
     dashboard = Dashboard(Run.open(run.directory))
-    assert kinds(dashboard) == ["mfu"] and expected in dashboard.alerts()[0]["message"]
+    assert kinds(dashboard) == ["peak"] and expected in dashboard.alerts()[0]["message"]
+    assert f"kit bench site --apply '{run.directory}'" in dashboard.alerts()[0]["message"]
+    assert kinds(Dashboard(Run.open(run.directory))) == ["peak"], "once, however often one looks"
+    run.site.write(run.directory / "site.json")
+    dashboard.look()
+    dashboard.read()
+    assert dashboard.facts()["mfu"] == pytest.approx(np.median(run.metrics().mfu()[-20:])), "a corrected peak is read"
 
 
 def test_falling_mfu(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(line(step, time=1e9 + step - 100 * (step > 20)) for step in range(1, 31)))
     columns = Columns(file).read_all()
-    curves = Curves(columns, {1: 1e-4, 2: 2e-4}.__getitem__, smoothing=0.5)
+    curves = Curves(columns, {1: (1e-4, 1e-4), 2: (2e-4, 2e-4)}.__getitem__, smoothing=0.5)
     curves.update()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
     curves.window(("loss",), axis="step", width=100, start=None, end=None, log=False)
@@ -227,7 +227,7 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
 
 
 def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
-    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: 1.0)
+    curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: (1.0, 1.0))
     curves.update()
     x, values = curves.window(("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True)
     assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 12

@@ -17,8 +17,13 @@ from cluster.job import JobSpec
 from cluster.state import ExitReport, JobState, ask, asked_at, take_request, write_exit
 from kit.__main__ import app
 from kit.errors import RunError
-from kit.monitor import status_table, watch
+from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.alerts import Alert
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.export import export_table
+from kit.monitor.live import view_html
+from kit.monitor.runs import compare_figure, live_row
+from kit.monitor.sinks import scalars
 from kit.monitor.text import curve
 from kit.run import Run
 from tests.monitor.recorded import dead_process, recorded_run, say
@@ -79,11 +84,35 @@ def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
     assert any("checkpoint: asked" in line and "saved at step 400" in line for line in _screen(run, 80))
 
 
-def test_a_speed_above_the_peak_is_not_printed(run: Run) -> None:
+@pytest.fixture
+def too_fast(run: Run) -> Run:
+    """A run whose steps are faster than its peak."""
     slip = run.site.with_measured_peak("fp32", run.site.peak_flops_per_s("fp32") / 100, "a slip")
     slip.write(run.directory / "site.json")
-    words = " ".join(" ".join(_screen(Run.open(run.directory), 80)).split())
-    assert "MFU impossible" in words and "above the peak" in words
+    return Run.open(run.directory)
+
+
+READERS = {
+    "status": lambda run: status_row(run),
+    "runs": lambda run: live_row(run),
+    "figure": lambda run: run_figure(run)[1],
+    "compare": lambda run: next(iter(compare_figure([run])[1].values())),
+    "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
+    "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}])[0],
+    "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
+    "notebook": lambda run: {"loss": 1, "text": view_html(run)},
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_is_held_up_by_a_peak_that_cannot_be_true(too_fast: Run, reader: str) -> None:
+    read = READERS[reader](too_fast)
+    assert read["loss"] is not None and read.get("mfu") is None and read.get("hfu") is None
+
+
+def test_a_speed_above_the_peak_is_not_printed(too_fast: Run) -> None:
+    words = " ".join(" ".join(_screen(too_fast, 80)).split())
+    assert "MFU above the peak" in words and "cannot be true" in words
 
 
 def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:

@@ -322,8 +322,8 @@ function render({ model, el }) {
     }
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
       ctx.textAlign = "center";
-      write("No MFU: the peak of this site is unknown", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
-      write("measure one: kit bench site", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
+      write(`No MFU: ${state.facts.why_no_mfu || "no step has a duration"}`, bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
+      if (state.facts.why_no_mfu) write("measure it: kit bench site --apply RUN", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2 + 18 * ratio);
     }
     ctx.restore();
   }
@@ -406,7 +406,7 @@ function render({ model, el }) {
   function showTiles(f) {
     const put = (key, text, small) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; };
     put("loss", f.loss == null ? "–" : f.loss.toFixed(3));
-    put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.mfu == null ? (f.step ? "peak unknown" : "") : `HFU ${(100 * f.hfu).toFixed(1)} %`);
+    put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.hfu == null ? f.why_no_mfu || "" : `HFU ${(100 * f.hfu).toFixed(1)} %`);
     put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`);
     put("step", whole(f.step), `of ${whole(f.num_steps)}`);
     put("tokens", short(f.tokens), f.tokens_left ? `${short(f.tokens_left)} left` : "");
