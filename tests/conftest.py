@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from cluster.record import Record
+from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
@@ -66,20 +70,27 @@ def gpt_spec() -> ModelSpec:
 
 
 @pytest.fixture(scope="session")
-def native_run():
-    """A function: what ten steps of a model under the native engine on one process give, each trained once."""
-    from tests.parity import RECIPE, Trained, make_plan, train
+def one_process():
+    """A function: what a worker function says of a model and a plan on one process, each called once."""
     from tests.workers import run_ranks
 
-    made: dict[tuple[str, str], Trained] = {}
+    made: dict[tuple, Any] = {}
 
-    def get(spec: ModelSpec, recipe: Recipe = RECIPE) -> Trained:
-        key = spec.to_json(), recipe.to_json()
+    def get(function: Callable, spec: ModelSpec, plan: Plan, *arguments: Record) -> Any:
+        key = function, *(record.to_json() for record in (spec, plan, *arguments))
         if key not in made:
-            made[key] = run_ranks(1, train, spec, make_plan({}), recipe)[0]
+            made[key] = run_ranks(1, function, spec, plan, *arguments)[0]
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def native_run(one_process):
+    """A function: what ten steps of a model under the native engine on one process give."""
+    from tests.parity import RECIPE, make_plan, train
+
+    return lambda spec, recipe=RECIPE: one_process(train, spec, make_plan({}), recipe)
 
 
 @pytest.fixture(scope="session")

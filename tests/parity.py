@@ -4,6 +4,7 @@
 """
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from kit.engines.neuron_config import needed_environment
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from tests.workers import run_ranks
 
 STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
+REPEATS = 60
 RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
 CPU = torch.device("cpu")
 ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
@@ -56,6 +59,28 @@ def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
     engine = build(spec, plan, recipe)
     mine = batches(spec, plan, engine.data_rank)
     return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
+
+
+def overfit(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
+    """Returns what this rank says of the steps when they all have the same batch, which sums up what gradients lack."""
+    engine = build(spec, plan)
+    samples = batches(spec, plan, engine.data_rank)[0]
+    return [engine.train_step(samples, 1e-3) for _ in range(REPEATS)]
+
+
+def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process: Callable) -> None:
+    """Holds a layout in bf16 to the native engine on one process in bf16: the gradient, and where it leads.
+
+    The loss of a few steps on random tokens would not do: it hardly moves, whatever the gradients are.
+    """
+    plan = make_plan({**layout, "precision": "bf16"}, engine)
+    spec = fit(spec, plan)
+    per_rank = run_ranks(plan.num_devices, overfit, spec, plan)
+    assert all(steps == per_rank[0] for steps in per_rank), "ranks disagree about loss or gradient norm"
+    steps, expected = per_rank[0], one_process(overfit, spec, make_plan({"precision": "bf16"}))
+    found = [abs(steps[0][1] / expected[0][1] - 1), abs(steps[-1][0] / expected[-1][0] - 1)]
+    assert expected[-1][0] < 0.6 * expected[0][0], "too few steps to tell"
+    assert found[0] < 1e-3 and found[1] < 3e-3, found
 
 
 def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:
