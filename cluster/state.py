@@ -58,11 +58,12 @@ class JobState(enum.StrEnum):
     DONE = "done"
     FAILED = "failed"
     LOST = "lost"
+    IMPORTED = "imported"  # the record of another trainer's log: no job of ours, here and now or ever
 
     @property
     def is_final(self) -> bool:
         """Whether this attempt will never run again."""
-        return self in (JobState.DONE, JobState.FAILED, JobState.LOST)
+        return self in (JobState.DONE, JobState.FAILED, JobState.LOST, JobState.IMPORTED)
 
 
 GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)

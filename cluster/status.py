@@ -42,6 +42,8 @@ def read_status(run_dir: Path) -> JobStatus:
         verdict, reason, rc = JobState.FAILED if report.rc else JobState.DONE, report.reason, report.rc
     elif state is None:
         verdict, reason = JobState.LOST, "state.json is missing or damaged, and there is no exit.json"
+    elif state.state is JobState.IMPORTED:
+        verdict, reason, age_s = state.state, state.reason, None
     elif state.scheduler_job:
         look = poll.POLLER.look(state.scheduler_job)
         state = read_state(run_dir) or state  # it may have waited for an answer

@@ -72,6 +72,9 @@ def resume(
         As `launch`.
     """
     run = Run.open(directory)
+    if run.is_imported:
+        raise RunError(f"{run.directory}: it was imported from a log, so there is no checkpoint to go on from. "
+                       f"Launch a run of its model and plan in another directory.")  # fmt: skip
     recipe = run.recipe if num_steps is None else run.recipe.replace(num_steps=num_steps)
     return launch(
         run.directory, spec=run.spec, plan=plan or run.plan, recipe=recipe, site=run.site, time_limit_s=time_limit_s

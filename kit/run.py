@@ -84,6 +84,11 @@ class Run:
         """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`, `.wait()`."""
         return cluster.Job.attach(self.directory)
 
+    @property
+    def is_imported(self) -> bool:
+        """Whether it was made from another trainer's log: its job, checkpoints and disk are elsewhere."""
+        return (self.directory / "import.json").exists()
+
     def plans(self) -> dict[int, Plan]:
         """Returns the plan of each attempt that has started."""
         found = {}

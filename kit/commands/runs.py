@@ -191,14 +191,16 @@ def _living(run: Path, what: str) -> Job:
     """Returns the job of a run.
 
     Raises:
-        RunError: it has ended, so that nobody would read a request.
+        RunError: it has ended, or was never ours, so that nobody would read a request.
     """
-    job = Run.open(run).job
-    status = job.status()
+    opened = Run.open(run)
+    if opened.is_imported:
+        raise RunError(f"{run}: there is nothing to {what}, it was imported from another trainer's log.")
+    status = opened.job.status()
     if status.state.is_final:
         raise RunError(f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). "
-                       f"Go on with `kit resume {run}`.")  # fmt: skip
-    return job
+                       f"Go on with `{kit_command('resume', run)}`.")  # fmt: skip
+    return opened.job
 
 
 def _now() -> str:

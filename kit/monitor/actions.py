@@ -52,6 +52,8 @@ class Actions:
 
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
+        if self.run.is_imported:  # its trainer knows nothing of this directory
+            return []
         if not status.state.is_final:
             return ["checkpoint", "stop", "cancel"]
         finished = max(self.run.checkpoints.steps(), default=0) >= self.run.recipe.num_steps

@@ -170,8 +170,9 @@ class Watchman:
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
             return
-        checks = (self._stall(columns), self._mfu(curves), self._straggler(ranks), self._memory(columns),
-                  self._disk(), self._checkpoint(columns, status.attempt, step))  # fmt: skip
+        checks = [self._stall(columns), self._mfu(curves), self._straggler(ranks), self._memory(columns)]
+        if not self.run.is_imported:  # else its checkpoints are on another machine's disk
+            checks += [self._disk(), self._checkpoint(columns, status.attempt, step)]
         for kind, level, message in filter(None, checks):
             yield alert(kind, level, message)
 

@@ -4,6 +4,7 @@ What the log does not say (an NxDT log: model and layout) must be given. Nothing
 contradict each other: steps faster than the device can multiply matrices were not what the log takes them for.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -16,7 +17,7 @@ import numpy as np
 from cluster.job import JobSpec
 from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
 from cluster.site import Site
-from cluster.state import ExitReport, JobState, log_path, update_state, write_exit
+from cluster.state import JobState, log_path, update_state
 from kit.errors import DataError, RunError
 from kit.metrics import MetricsWriter
 from kit.monitor.foreign_logs import PARSERS, LoggedStep, LogReader
@@ -94,8 +95,9 @@ def import_log(
         skipped_lines=reader.parser.skipped_lines, notes=tuple(notes),
     )  # fmt: skip
     report.write(out / "import.json")
-    _tell_state(run, recorder, reader)
-    if follow and not reader.parser.done:
+    following = follow and not reader.parser.done
+    _tell_state(run, recorder, reader, following)
+    if following:
         added = _follow(run, recorder, reader, poll_s, idle)
         report = report.replace(lines=reader.lines, steps=len(rows) + added, attempts=recorder.attempt,
                                 skipped_lines=reader.parser.skipped_lines)  # fmt: skip
@@ -208,22 +210,26 @@ def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
     return Run.open(out)
 
 
-def _tell_state(run: Run, recorder: StepRecorder, reader: LogReader) -> None:
-    """Says what the log shows: its last step, and as heartbeat the time of its last change."""
-    changed, attempt, row = reader.file.stat().st_mtime, recorder.attempt, recorder.last_row
+def _tell_state(run: Run, recorder: StepRecorder, reader: LogReader, following: bool) -> None:
+    """Says what the log shows: its last step; while it is followed it is taken for a job, each change for a heartbeat.
+
+    Afterwards, or of a log that nobody follows, nothing is known of here and now.
+    """
+    attempt, row = recorder.attempt, recorder.last_row
+    seen: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):  # a log may be deleted while it is followed
+        seen = {"heartbeat": reader.file.stat().st_mtime}
     for number in range(1, attempt + 1):
         run.plan.write(run.directory / f"plan.attempt_{number:02d}.json")
         shown = log_path(run.directory, number, 0)
         shown.parent.mkdir(exist_ok=True)
         if not shown.is_symlink():
             shown.symlink_to(reader.file)
+    ends = "says that training is done," if reader.parser.done else "was read to its end,"
     update_state(
-        run.directory, attempt=attempt, state=JobState.RUNNING, step=row["step"], heartbeat=changed,
-        step_time_s=row["step_time_s"],
+        run.directory, attempt=attempt, state=JobState.RUNNING if following else JobState.IMPORTED, step=row["step"],
+        step_time_s=row["step_time_s"], reason=f"the log {ends} at step {row['step']:,}", **seen,
     )  # fmt: skip
-    if reader.parser.done:
-        reason = f"imported: the log says that training is done, at step {row['step']}"
-        write_exit(run.directory, ExitReport(attempt=attempt, rc=0, reason=reason, host="", time=changed))
 
 
 def _follow(run: Run, recorder: StepRecorder, reader: LogReader, poll_s: float, idle: Callable[[float], None]) -> int:
@@ -237,9 +243,11 @@ def _follow(run: Run, recorder: StepRecorder, reader: LogReader, poll_s: float, 
                 writer.append({**row, "time": row["time"] or time.time()})
             added += len(rows)
             if run.directory.is_dir():
-                _tell_state(run, recorder, reader)
+                _tell_state(run, recorder, reader, following=True)
     except (KeyboardInterrupt, FileNotFoundError):  # the user, or log or run directory deleted
         pass
     finally:
         writer.stream.close()
+        if run.directory.is_dir():
+            _tell_state(run, recorder, reader, following=False)
     return added

@@ -22,7 +22,8 @@ from kit.run import Run
 
 BADGES = {"green": "#007A5A", "cyan": "#00658C", "yellow": "#8A5A00", "red": "#B00020"}
 """Dark enough for white text on them, so that they can be read on a light and on a dark page."""
-ICONS = {JobState.RUNNING: "▶", JobState.DONE: "✔", JobState.FAILED: "✖", JobState.LOST: "✖", JobState.STALLED: "⚠"}
+ICONS = {JobState.RUNNING: "▶", JobState.DONE: "✔", JobState.FAILED: "✖", JobState.LOST: "✖", JobState.STALLED: "⚠",
+         JobState.IMPORTED: "↧"}  # fmt: skip
 MUTED = "color:var(--jp-ui-font-color2,gray)"
 BORDER = "1px solid var(--jp-border-color2,#8884)"
 BLUE = "#1F83C6"  # a contrast above 3 on white and on dark grey

@@ -20,6 +20,7 @@ from kit.terminal import PlainConsole
 COLOURS = {
     JobState.RUNNING: "green",
     JobState.DONE: "green",
+    JobState.IMPORTED: "cyan",
     JobState.STARTING: "cyan",
     JobState.QUEUED: "cyan",
     JobState.STOPPING: "yellow",

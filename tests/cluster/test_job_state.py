@@ -50,9 +50,9 @@ def ended(attempt, rc=0):
 
 
 def test_states_are_these_and_no_others():
-    words = "queued configuring starting running stalled stopping preempted requeued done failed lost"
+    words = "queued configuring starting running stalled stopping preempted requeued done failed lost imported"
     assert [str(state) for state in JobState] == words.split()
-    assert [state for state in JobState if state.is_final] == [JobState.DONE, JobState.FAILED, JobState.LOST]
+    assert " ".join(state for state in JobState if state.is_final) == "done failed lost imported"
 
 
 def test_update_keeps_what_it_does_not_name(tmp_path):

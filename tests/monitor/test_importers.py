@@ -4,15 +4,21 @@ import json
 import math
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from kit.__main__ import app
 from kit.errors import DataError, RunError
-from kit.monitor import run_figure, status_row, status_table
+from kit.launcher import resume
+from kit.monitor import alerts, run_figure, status_row, status_table
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.importers import ImportReport, import_log
+from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -115,18 +121,59 @@ def test_views_work_on_an_imported_run(log: Path) -> None:
     log.write_text(frontier())
     _, run = megatron(log, "frontier")
     row = status_row(run)
-    assert (row["state"], row["step"], row["num_steps"]) == ("done", 5, 5) and "imported" in row["reason"]
+    assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
+    assert row["reason"] == "the log says that training is done, at step 5"
     assert status_table(run) and len(run_figure(run)[1]["step"]) == 5
     assert "149.46" in run.job.logs()
 
 
-def test_log_that_stopped_is_running_while_fresh_and_stalled_when_old(log: Path) -> None:
-    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(line(step, 346.0) for step in range(1, 5)))
-    assert status_row(megatron(log)[1])["state"] == "running"
-    os.utime(log, (1.7e9, 1.7e9))
-    _, run = megatron(log)
-    assert status_row(run)["state"] == "stalled"
-    assert run.metrics()["time"].tolist() == [1.7e9 - 346 * i for i in (3, 2, 1, 0)], "back from its last change"
+@pytest.mark.parametrize("age_s", [0, 1e6])
+def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(log: Path, age_s: float, monkeypatch) -> None:
+    changed = time.time() - age_s
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(line(step, 346.0) for step in range(1, 9)))
+    os.utime(log, (changed, changed))
+    _, run = megatron(log, changes={"recipe": {"checkpoint_every": 2}})
+    row = status_row(run)
+    assert (row["state"], row["reason"]) == ("imported", "the log was read to its end, at step 8")
+    assert row["eta_s"] is None and run.metrics()["time"].tolist() == pytest.approx(
+        [changed - 346 * i for i in range(7, -1, -1)]
+    ), "counted back from its last change"
+    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    dashboard = Dashboard(run)
+    dashboard.read()
+    dashboard.look()
+    now = alerts.time.monotonic()
+    monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
+    dashboard.look()
+    facts = dashboard.facts()
+    assert recorded_alerts(run) == dashboard.alerts() == [] and facts["eta_s"] is None and facts["allowed"] == []
+    with pytest.raises(RunError, match="nothing to stop, it was imported"):
+        CliRunner().invoke(app, ["stop", str(run.directory)], catch_exceptions=False)
+    with pytest.raises(RunError, match="was imported from a log"):
+        resume(run.directory)
+
+
+def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log: Path, monkeypatch) -> None:
+    monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    log.write_text(lumi(range(1, 9)))
+    seen = []
+
+    def look(_: float) -> None:
+        run = Run.open(log.parent / "run")
+        dashboard = Dashboard(run)
+        dashboard.read()
+        dashboard.look()
+        now = alerts.time.monotonic()
+        with pytest.MonkeyPatch.context() as later:
+            later.setattr(alerts.time, "monotonic", lambda: now + 1e5)
+            dashboard.look()
+        seen.append((status_row(run)["state"], [alert["kind"] for alert in dashboard.alerts()]))
+        raise KeyboardInterrupt
+
+    changes = {"recipe": {"checkpoint_every": 2}}
+    _, run = megatron(log, changes=changes, follow=True, idle=look)
+    assert seen == [("running", ["stall"])], "not our disk, nor checkpoints that are elsewhere"
+    assert status_row(run)["state"] == "imported", "nobody follows it any more"
 
 
 def test_time_stamps_of_lines_are_used(log: Path) -> None:
@@ -252,7 +299,7 @@ def test_follow_records_what_the_log_gains_until_training_is_done(log: Path) -> 
 
     report, run = megatron(log, "frontier", follow=True, idle=grow)
     assert (report.steps, report.skipped_lines) == (5, 0) and run.metrics()["step"].tolist() == [1, 2, 3, 4, 5]
-    assert status_row(run)["state"] == "done"
+    assert status_row(run)["state"] == "imported"
 
 
 @pytest.mark.parametrize("deleted", ["log", "run"])
@@ -264,6 +311,7 @@ def test_follow_ends_when_log_or_run_is_deleted(log: Path, deleted: str) -> None
         idle=lambda _: log.unlink() if deleted == "log" else shutil.rmtree(out),
     )  # fmt: skip
     assert report.steps == 4 and out.exists() == (deleted == "log")
+    assert deleted == "run" or status_row(Run.open(out))["state"] == "imported"
 
 
 BARS = "\r".join(

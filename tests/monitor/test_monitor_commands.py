@@ -23,9 +23,9 @@ def test_import_then_runs_then_export_and_compare(tmp_path: Path) -> None:
     assert answer.returncode == 0 and json.loads(answer.stdout)["steps"] == 5
     make(tmp_path / "runs" / "new")
     rows = json.loads(kit("runs", "runs", "--json", folder=tmp_path).stdout)
-    assert [(row["run"], row["state"]) for row in rows] == [("new", "not started"), ("old", "done")]
+    assert [(row["run"], row["state"]) for row in rows] == [("new", "not started"), ("old", "imported")]
     shown = kit("runs", "runs", folder=tmp_path).stdout
-    assert "not started" in shown and "done" in shown
+    assert "not started" in shown and "imported" in shown
     answer = kit("export", "runs/old", "--format", "csv", "--json", folder=tmp_path)
     assert json.loads(answer.stdout)["rows"] == 5 and (tmp_path / "runs/old/export.csv").is_file()
     answer = kit("runs", "runs", "--compare", "old", "--compare", "new", "--out", "both.png", folder=tmp_path)

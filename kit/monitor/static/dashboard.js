@@ -11,7 +11,7 @@ const PANES = [
   ["memory_bytes", "Memory of rank 0", "#007A5A", "#2BCB9A", bytes, false],
 ];
 const LARGE = 2; // the first panes are drawn larger
-const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏" };
+const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
   ["stop", "Stop after step", "Save a checkpoint at the next step and end", true],
