@@ -20,13 +20,14 @@ def export_hf(
     step: Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")],
     out: OutArgument,
     precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="float32 is exact")] = "float32",
+    tokenizer: Annotated[bool, typer.Option(help="with the tokenizer that it was trained with")] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
     chosen = _step(step)
-    _tell(export_run(Run.open(run), chosen, out, precision=precision), as_json)
+    _tell(export_run(Run.open(run), chosen, out, precision=precision, with_tokenizer=tokenizer), as_json)
 
 
 @app.command("export-deepspeed")

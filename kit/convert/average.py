@@ -3,7 +3,6 @@
 HLAT's Table IV averages its last checkpoints (arXiv 2404.10630). Sums are in fp64, so the mean is that of the weights.
 """
 
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -60,7 +59,4 @@ def average_folders(folders: Sequence[Path], out: Path) -> Path:
         DataError: one of them cannot be read.
     """
     decoder = average_models(import_hugging_face(folder) for folder in folders)
-    out = export_hugging_face(decoder, out)
-    for file in folders[0].glob("tokenizer*"):
-        shutil.copy(file, out / file.name)
-    return out
+    return export_hugging_face(decoder, out, tokenizer=Path(folders[0]))

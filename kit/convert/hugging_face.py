@@ -5,6 +5,7 @@ A folder holds `config.json`, `model.safetensors` (or shards with `model.safeten
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from cluster.record import check_file_name, suggestion
 from kit.convert.names import fill, from_theirs, to_theirs
-from kit.data.tokenizer import Tokenizer
+from kit.convert.tokenizer import write_tokenizer
+from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.model import Decoder, empty_decoder
 from kit.run import Run
@@ -45,7 +47,7 @@ def export_hugging_face(
     decoder: Decoder,
     folder: str | Path,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Tokenizer | Path | None = None,
     precision: Precision = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -54,20 +56,22 @@ def export_hugging_face(
     Args:
         decoder: a whole model.
         folder: is made; it must be absent or empty, and appears when it is complete.
-        tokenizer: is stored beside the weights, byte for byte.
+        tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`; or a
+            Hugging Face folder, whose tokenizer is copied as it is.
         precision: of the weights. `float32` is exact for a model of the kit.
         max_shard_bytes: of one weight file, unless a single weight is larger.
 
     Raises:
         ConfigError: neither of the two families has such a model, or the folder holds something.
-        MissingPackageError: safetensors or huggingface_hub is not installed.
+        DataError: transformers gives other ids than the tokenizer.
+        MissingPackageError: safetensors, huggingface_hub or, with a tokenizer, transformers is not installed.
     """
     try:
         from huggingface_hub import save_torch_state_dict
     except ImportError as error:
         raise MissingPackageError("huggingface_hub", "eval", "Writing a Hugging Face folder") from error
     folder = Path(folder)
-    config = config_of(decoder.spec, precision=precision, eos_id=None if tokenizer is None else tokenizer.eos_id)
+    config = config_of(decoder.spec, precision=precision) | _token_ids(tokenizer)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
     weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
@@ -77,8 +81,7 @@ def export_hugging_face(
         part = Path(scratch) / "folder"
         part.mkdir()
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if tokenizer is not None:
-            _write_tokenizer(part, tokenizer, decoder.spec.sequence_length)
+        _add_tokenizer(part, tokenizer, decoder.spec)
         save_torch_state_dict(weights, part, max_shard_size=max_shard_bytes)
         if folder.exists():
             folder.rmdir()
@@ -86,17 +89,19 @@ def export_hugging_face(
     return folder
 
 
-def export_run(run: Run, step: int | None, folder: str | Path, *, precision: Precision = "float32") -> Path:
+def export_run(
+    run: Run, step: int | None, folder: str | Path, *, precision: Precision = "float32", with_tokenizer: bool = True
+) -> Path:
     """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as `export_hugging_face`.
 
     Raises:
         CheckpointError: there is no complete checkpoint of that step.
     """
-    tokenizer = run.dataset().tokenizer()
+    tokenizer = run.dataset().tokenizer() if with_tokenizer else None
     return export_hugging_face(run.load_model(step), folder, tokenizer=tokenizer, precision=precision)
 
 
-def config_of(spec: ModelSpec, *, precision: Precision = "float32", eos_id: int | None = None) -> dict[str, Any]:
+def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str, Any]:
     """Returns the `config.json` of a model.
 
     Raises:
@@ -114,8 +119,6 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32", eos_id: int 
         "vocab_size": spec.vocab_size,
         "tie_word_embeddings": spec.tied_embeddings,
         "dtype": precision,
-        "bos_token_id": None,
-        "eos_token_id": eos_id,
         "initializer_range": spec.init_std,
         "use_cache": True,
     }
@@ -152,17 +155,19 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32", eos_id: int 
     }
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
-    (folder / tokenizer.file_name).write_bytes(tokenizer.data)
-    end = tokenizer.decode([tokenizer.eos_id])
-    is_sentencepiece = tokenizer.file_name.endswith(".model")
-    config = {
-        "tokenizer_class": "LlamaTokenizer" if is_sentencepiece else "PreTrainedTokenizerFast",
-        "eos_token": "</s>" if is_sentencepiece else end,
-        "model_max_length": sequence_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:
+    if not isinstance(tokenizer, Path):
+        return {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
+    theirs = _read_table(tokenizer / "config.json", "Give a folder of Hugging Face's.")
+    return {key: theirs.get(key) for key in ("bos_token_id", "eos_token_id")}
+
+
+def _add_tokenizer(folder: Path, tokenizer: Tokenizer | Path | None, spec: ModelSpec) -> None:
+    if isinstance(tokenizer, Path):
+        for file in (file for pattern in HUGGING_FACE_FILES for file in tokenizer.glob(pattern)):
+            shutil.copy(file, folder / file.name)
+    elif tokenizer is not None:
+        write_tokenizer(folder, tokenizer, spec.sequence_length)
 
 
 # Import ----------------------------------------------------------------------------------------------------------

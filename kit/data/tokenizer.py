@@ -17,6 +17,9 @@ SMALLEST_VOCAB_SIZE = 257
 """256 bytes and the end-of-text token."""
 KNOWN_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
 
+HUGGING_FACE_FILES = "tokenizer* special_tokens_map.json added_tokens.json vocab.json merges.txt chat_template*".split()
+"""What a Hugging Face folder may hold of a tokenizer."""
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data` is the file."""
@@ -196,9 +199,8 @@ def _download(name: str) -> Path:
     """Returns the folder of a hub repository's tokenizer files, from the local cache or the network."""
     from huggingface_hub import snapshot_download
 
-    patterns = ["tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt", "config.json"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=[*HUGGING_FACE_FILES, "config.json"]))
     except Exception as error:  # bad name, no network, no such repository: all of different families
         raise DataError(
             f"tokenizer {name!r}: no such file or folder here, and no such repository in reach "

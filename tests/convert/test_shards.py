@@ -3,6 +3,7 @@
 The makers below follow the layers' meaning, with loops over heads, so that they share no rule with the importers.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -224,7 +225,13 @@ def test_the_average_is_the_mean_of_the_weights(tmp_path: Path) -> None:
     decoders = [build_decoder(GPT, seed=seed) for seed in range(3)]
     expected = [sum(p.double() for p in ps) / 3 for ps in zip(*(d.parameters() for d in decoders), strict=True)]
     folders = [export_hugging_face(d, tmp_path / str(i)) for i, d in enumerate(decoders)]
+    for name, text in {"vocab.json": "{}", "merges.txt": "", "chat_template.jinja": "x"}.items():
+        (folders[0] / name).write_text(text)
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps({**config, "eos_token_id": [3, 5]}))
     found = import_hugging_face(average_folders(folders, tmp_path / "mean"))
+    assert {"vocab.json", "merges.txt", "chat_template.jinja"} <= {file.name for file in (tmp_path / "mean").iterdir()}
+    assert json.loads((tmp_path / "mean" / "config.json").read_text())["eos_token_id"] == [3, 5]
     for parameter, mean in zip(found.parameters(), expected, strict=True):
         assert torch.equal(parameter, mean.float())
 
