@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.sandbox import why_not
 
 EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb",
-          "kubernetes": "cluster", "submitit": "cluster"}  # fmt: skip
+          "kubernetes": "cluster"}  # fmt: skip
 SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
 PROBE_LIMIT_S = 120.0
 SLOW_IMPORT_S = 20.0
