@@ -99,6 +99,7 @@ class Site(Record):
     device: Device = field_doc("one of them")
     links: Links = field_doc("between them", default_factory=Links)
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)
+    base: str | None = field_doc("packaged site whose facts hold where the file gives none", default=None)
     slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)
     kubernetes: Kubernetes | None = field_doc("how jobs are asked for and started under Kubernetes", default=None)
 
@@ -203,7 +204,7 @@ def _read_toml(name: str) -> tuple[Path, dict]:
         raise ConfigError(message) from error
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested without end
         raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
-    base = data.pop("base", None)
+    base = data.get("base")
     if base is None:
         return file, data
     if base not in Site.names() or base == name:

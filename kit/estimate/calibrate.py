@@ -105,12 +105,22 @@ class Calibration:
         return propose(candidates, hardware or self.hardware, self._values, self.covariance, count)
 
     @property
+    def label(self) -> str:
+        """Whether times are calibrated, in three words."""
+        return f"calibrated on {self.num_runs} runs" if self.num_runs else "not calibrated"
+
+    def __str__(self) -> str:
+        if not self.num_runs:
+            return f"{self.label}: efficiencies are the average of published machines"
+        return f"{self.label}, {self.error:.1%} mean error on them"
+
+    @property
     def _values(self) -> Array:
         return np.log([getattr(self.coefficients, name) for name in NAMES])
 
     def _repr_html_(self) -> str:
         deviation = np.sqrt(np.diag(self.covariance))
-        rows: list[tuple[str, Any]] = [("runs", self.num_runs), ("error on them", f"{self.error:.1%}")]
+        rows: list[tuple[str, Any]] = [("times", str(self))]
         for i, name in enumerate(NAMES):
             told = "" if name not in self.unidentified else " (not told by the runs)"
             rows.append((name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}"))
@@ -155,7 +165,7 @@ def calibrate(
         hardware = Hardware.of(site)
     calibration = from_fit(found, prior, rows, hardware)
     is_local = site is not None and site.scheduler == "local"
-    return dataclasses.replace(calibration, misfit=LOCAL_MISFIT) if is_local else calibration
+    return dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT)) if is_local else calibration
 
 
 def _local(prior: Prior) -> Prior:
@@ -169,24 +179,37 @@ def _local(prior: Prior) -> Prior:
 def published_calibration(site: Site) -> Calibration:
     """Returns what published runs tell about a site: the fit of its own, or the population's average if it has none.
 
-    Second-hand numbers, rows that were put right by hand, and formats narrower than bf16 are left out.
+    A site file laid over a packaged site has that one's runs as its own as long as the device is the same: they are
+    fitted with the numbers of the machine that they ran on, and predict with those of `site`. Second-hand numbers, rows
+    that were put right by hand, and formats narrower than bf16 are left out.
+
+    Raises:
+        ConfigError: the site lacks a number that step time needs.
     """
+    hardware = Hardware.of(site)
     runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
-    own = [run for run in runs if run.precision not in NARROW and (found := run.site()) and found.name == site.name]
-    return calibrate(own, site)
+    machine: Site | None = Site.load(site.name) if site.name in Site.names() else site
+    while machine is not None and machine.device.name == site.device.name:
+        own = [run for run in runs if run.precision not in NARROW and (at := run.site()) and at.name == machine.name]
+        if own:
+            return dataclasses.replace(calibrate(own, machine), hardware=hardware)
+        machine = Site.load(machine.base) if machine.base in Site.names() else None
+    return calibrate([], site, hardware=hardware)
 
 
 def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:
     """Returns the calibration that a fit amounts to."""
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
-    error, measured = float("nan"), None
+    error, measured, misfit = float("nan"), None, interval.MISFIT
     if rows is not None:
-        predicted = np.exp(fitting.log_time(rows.layouts, rows.hardware, found.values))
-        error = float(np.mean(np.abs(predicted / rows.seconds - 1)))
+        off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.seconds)
+        error = float(np.mean(np.abs(np.expm1(off))))
         measured = interval.MeasuredRange.of(rows.layouts)
+        misfit = max(misfit, float(np.quantile(np.abs(off), 0.9)) / interval.QUANTILE)  # it holds 90 % of its own runs
     return Calibration(
         coefficients=found.coefficients, covariance=found.covariance, error=error, hardware=hardware, measured=measured,
+        misfit=misfit,
         unidentified=tuple(name for name, each in zip(NAMES, told, strict=True) if not each),
         num_runs=0 if rows is None else len(rows),
     )  # fmt: skip

@@ -152,7 +152,12 @@ class Answer:
         row = self.row
         facts = [
             ("layout", describe(row)),
-            ("step", f"{row['step_time_s']:.4g} s; {self.simulated_s:.4g} s with the schedule simulated"),
+            (
+                "step",
+                f"{row['step_time_s']:.4g} s, 90 % interval {row['step_time_low_s']:.3g} to "
+                f"{row['step_time_high_s']:.3g} s; {self.simulated_s:.4g} s with the schedule simulated",
+            ),
+            ("times", str(self.search.machine.calibration)),
             ("rate", f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"),
             ("memory", f"{row['used_bytes'] / 1e9:.1f} GB a device, risk {row['out_of_memory_probability']:.1%}"),
         ]

@@ -107,7 +107,12 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
         for name, index in (marked or {}).items():
             axis.plot(used[index], time_s[index], "o", color=GREEN, markersize=6, zorder=4)
             axis.annotate(name, (used[index], time_s[index]), xytext=(7, 5), textcoords="offset points", color=GREEN)
-        axis.set(xscale="log", yscale="log", xlabel="GiB used on the fullest device", ylabel="seconds per step")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="GiB used on the fullest device",
+            ylabel=f"seconds per step, {search.machine.calibration.label}",
+        )
         axis.set_title(f"{search.spec.name} on {search.num_devices:,} devices: {len(search.layouts):,} layouts")
         axis.legend(loc="lower left")
         plain_ticks(axis)

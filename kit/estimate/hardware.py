@@ -140,47 +140,48 @@ def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
 class Coefficients(Record):
     """Efficiencies and latencies of one machine with its software; defaults are the average of the published machines.
 
-    Bounds are physics: no efficiency or bandwidth above the peak. The spread of each between machines is the prior of
-    a calibration.
+    Bounds are physics: no efficiency or bandwidth is above the peak, and `factor`, which multiplies their times, is at
+    least 1, so that no fit implies a faster product or link than was ever seen. The spread of each between machines is
+    the prior of a calibration.
     """
 
-    gemm_efficiency: float = coefficient((0.822, 0.12), (0.80, 0.15), (0.2, 1.0),
+    gemm_efficiency: float = coefficient((0.909, 0.12), (0.80, 0.15), (0.2, 1.0),
         "of the peak, by very large matrix products")  # fmt: skip
-    gemm_edge: float = coefficient((48.5, 0.41), (44.0, 0.4), (5.0, 400.0),
+    gemm_edge: float = coefficient((46.3, 0.41), (44.0, 0.4), (5.0, 400.0),
         "matrix side at which half the efficiency is lost")  # fmt: skip
-    memory_efficiency: float = coefficient((0.827, 0.29), (0.85, 0.2), (0.3, 1.0),
+    memory_efficiency: float = coefficient((0.858, 0.29), (0.85, 0.2), (0.3, 1.0),
         "of the memory bandwidth, by element-wise kernels")  # fmt: skip
-    attention_efficiency: float = coefficient((0.528, 0.31), (0.5, 0.3), (0.1, 1.0),
+    attention_efficiency: float = coefficient((0.55, 0.33), (0.5, 0.3), (0.1, 1.0),
         "of the peak, by written-out attention products")  # fmt: skip
-    flash_efficiency: float = coefficient((0.397, 0.50), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention")
+    flash_efficiency: float = coefficient((0.432, 0.48), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention")
     unfused_traffic: float = coefficient((3.0, 0.27), (3.0, 0.3), (1.0, 5.0),
         "memory traffic of unfused over fused norm and rotary")  # fmt: skip
-    score_bytes: float = coefficient((13.6, 0.43), (14.0, 0.25), (6.0, 40.0),
+    score_bytes: float = coefficient((12.9, 0.39), (14.0, 0.25), (6.0, 40.0),
         "memory traffic per written-out attention score")  # fmt: skip
-    launch_s: float = coefficient((1.41e-05, 0.48), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
-    backward_launches: float = coefficient((3.4, 0.31), (3.0, 0.3), (1.0, 8.0),
+    launch_s: float = coefficient((1.33e-05, 0.46), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel")
+    backward_launches: float = coefficient((3.36, 0.30), (3.0, 0.3), (1.0, 8.0),
         "kernels of a backward pass over a forward pass")  # fmt: skip
-    collective_launch_s: float = coefficient((2.22e-05, 0.47), (20e-6, 0.5), (1e-7, 2e-2),
+    collective_launch_s: float = coefficient((2.12e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2),
         "host time per tensor-parallel collective")  # fmt: skip
-    node_efficiency: float = coefficient((0.812, 0.29), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
-    node_sharing: float = coefficient((0.48, 0.79), (0.2, 0.7), (0.01, 1.0),
+    node_efficiency: float = coefficient((0.849, 0.28), (0.75, 0.2), (0.1, 1.0), "of the links inside a node")
+    node_sharing: float = coefficient((0.462, 0.80), (0.2, 0.7), (0.01, 1.0),
         "power at which that falls in groups that do not fill a node: 0 on a switch, 1 on a mesh")  # fmt: skip
-    node_latency_s: float = coefficient((2.02e-05, 0.89), (12e-6, 0.5), (1e-6, 1e-2),
+    node_latency_s: float = coefficient((1.83e-05, 0.92), (12e-6, 0.5), (1e-6, 1e-2),
         "per step of a collective inside a node")  # fmt: skip
-    network_efficiency: float = coefficient((0.873, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
-    network_latency_s: float = coefficient((2.45e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3),
+    network_efficiency: float = coefficient((0.904, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes")
+    network_latency_s: float = coefficient((2.44e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3),
         "per step of a collective between nodes")  # fmt: skip
-    pipeline_exposed: float = coefficient((0.738, 0.44), (0.9, 0.3), (0.05, 1.0),
+    pipeline_exposed: float = coefficient((0.705, 0.47), (0.9, 0.3), (0.05, 1.0),
         "part of pipeline sends that nothing hides")  # fmt: skip
-    data_efficiency: float = coefficient((0.436, 0.41), (0.5, 0.4), (0.02, 1.0),
+    data_efficiency: float = coefficient((0.478, 0.44), (0.5, 0.4), (0.02, 1.0),
         "of the links, by gradient reduction and gathering")  # fmt: skip
-    data_contention: float = coefficient((0.226, 0.46), (0.2, 0.5), (0.01, 0.6),
+    data_contention: float = coefficient((0.22, 0.46), (0.2, 0.5), (0.01, 0.6),
         "power at which that falls with the nodes of the job")  # fmt: skip
-    microbatch_s: float = coefficient((0.00108, 0.66), (1e-3, 0.7), (1e-6, 5e-2),
+    microbatch_s: float = coefficient((0.000941, 0.68), (1e-3, 0.7), (1e-6, 5e-2),
         "host time per micro-batch: data, loss, schedule")  # fmt: skip
-    step_s: float = coefficient((0.00722, 0.99), (10e-3, 0.7), (1e-4, 2.0),
+    step_s: float = coefficient((0.00698, 1.11), (10e-3, 0.7), (1e-4, 2.0),
         "host time per step: gradient norm, logging, loader")  # fmt: skip
-    factor: float = coefficient((0.94, 0.11), (1.0, 0.08), (0.5, 2.0),
+    factor: float = coefficient((1.043, 0.08), (1.1, 0.08), (1.0, 2.0),
         "of the whole time: clocks, stragglers, what is not modelled")  # fmt: skip
 
     def __post_init__(self) -> None:

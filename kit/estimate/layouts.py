@@ -54,6 +54,8 @@ class Layouts:
     """Norm and rotary kernels are fused, so that each reads and writes once."""
     fused_softmax: Array
     """Where scores are written out, mask and softmax are one kernel."""
+    overlap: Array
+    """Collectives of gradients, weights and tensor parallelism run beside computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
 
@@ -64,8 +66,8 @@ class Layouts:
         Args:
             spec: one for all plans, or one each.
             plans: the layouts.
-            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `gradient_bytes`,
-                `context_parallel`: numbers or arrays.
+            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `overlap`,
+                `gradient_bytes`, `context_parallel`: numbers or arrays.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
@@ -125,6 +127,7 @@ KERNELS = {
     "flash_attention": 2,
     "fused_norm": True,
     "fused_softmax": True,
+    "overlap": False,
     "gradient_bytes": 4.0,
     "context_parallel": 1.0,
 }

@@ -158,6 +158,7 @@ def _kernels(row: dict[str, str], fields: dict[str, str]) -> tuple[dict, list[st
     values = dict(
         recompute=recompute, flash_attention=flash, sequence_parallel=sequence_parallel,
         fused_norm="RMS" in kernel if kernel else True, fused_softmax=kernel != "torch",
+        overlap="TP overlap" in note,
         # Megatron sums bf16 gradients in fp32; GPT-NeoX reduces them as they are (22B on 2 GCDs would not fit else).
         gradient_bytes=2 if row["precision"] == "fp16" or "NeoX" in note else 4,
     )  # fmt: skip

@@ -54,6 +54,7 @@ class PublishedRun:
     flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
     fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
     fused_softmax: bool = field_doc("mask and softmax in one kernel, where scores are written out", default=True)
+    overlap: bool = field_doc("collectives run beside computation", default=False)
     gradient_bytes: int = field_doc("of one reduced gradient", default=2)
     step_time_s: float | None = field_doc("seconds per iteration; none for out of memory", default=None)
     memory_bytes: float | None = field_doc("most allocated on a device, where the source says", default=None)

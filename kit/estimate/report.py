@@ -6,9 +6,8 @@ from typing import Any
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.calibrate import published_calibration
+from kit.estimate.calibrate import Calibration, published_calibration
 from kit.estimate.explain import Answer, answers
-from kit.estimate.hardware import Coefficients
 from kit.estimate.search import COLUMNS, Search, cells, search
 from kit.spec import ModelSpec
 
@@ -28,12 +27,15 @@ class PlanReport:
     @property
     def header(self) -> tuple[str, ...]:
         """Names of the columns of `rows`."""
-        return (*COLUMNS, "simulated s")
+        return ("#", *COLUMNS, "simulated s")
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         """The layouts as text."""
-        return [(*cells(answer.row), f"{answer.simulated_s:.4g}") for answer in self.answers]
+        return [
+            (str(number), *cells(answer.row), f"{answer.simulated_s:.4g}")
+            for number, answer in enumerate(self.answers, start=1)
+        ]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -49,6 +51,7 @@ class PlanReport:
             "num_devices": found.num_devices,
             "global_batch_size": found.global_batch_size,
             "max_risk": found.max_risk,
+            "calibration_runs": found.machine.calibration.num_runs,
             "layouts": len(found.layouts),
             "feasible": len(found.order),
             "plan": self.answers[0].plan.to_dict(),
@@ -66,7 +69,7 @@ def plan_report(
     tokens: float | None = None,
     max_risk: float = 0.05,
     count: int = 5,
-    coefficients: Coefficients | None = None,
+    calibration: Calibration | None = None,
     only: Mapping[str, Iterable[Any]] | None = None,
 ) -> PlanReport:
     """Returns the fastest layouts of a model on a machine.
@@ -79,7 +82,7 @@ def plan_report(
         tokens: training budget for days and price.
         max_risk: highest accepted probability of running out of memory.
         count: layouts to explain.
-        coefficients: fitted efficiencies; default: what published runs tell about the site.
+        calibration: default: what published runs tell about the site.
         only: as in `search`.
 
     Raises:
@@ -89,6 +92,6 @@ def plan_report(
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
     place = Site.load(site)
-    coefficients = coefficients or published_calibration(place).coefficients
-    found = search(spec, place, devices, batch, max_risk=max_risk, coefficients=coefficients, only=only)
+    calibration = calibration or published_calibration(place)
+    found = search(spec, place, devices, batch, max_risk=max_risk, calibration=calibration, only=only)
     return PlanReport(search=found, answers=answers(found, count, tokens=tokens))

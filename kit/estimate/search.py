@@ -15,6 +15,7 @@ import numpy as np
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.activations import KIT, Kernels
+from kit.estimate.calibrate import Calibration, calibrate
 from kit.estimate.candidates import candidates, single_precision
 from kit.estimate.hardware import Coefficients, Hardware
 from kit.estimate.layouts import Array, Layouts
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's cache."""
 
-COLUMNS = ("TP", "PP", "v", "DP", "ZeRO", "SP", "schedule", "recompute", "micro", "s/step", "GB", "risk", "MFU")
+COLUMNS = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
 """Short names of what `cells` returns."""
 
 
@@ -40,9 +41,14 @@ class Machine:
 
     site: Site
     hardware: Hardware
-    coefficients: Coefficients
+    calibration: Calibration
     kernels: Kernels
     reserve: Reserve
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Efficiencies and latencies that step times are computed with."""
+        return self.calibration.coefficients
 
     def step_time(self, layouts: Layouts) -> "StepTime":
         """Returns modelled step times."""
@@ -131,12 +137,15 @@ class Search:
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Returns one layout as a row of a table: the plan's fields, seconds, bytes, risk and MFU."""
+        """Returns one layout as a row of a table: the plan's fields, seconds with interval, bytes, risk, MFU."""
         plan = self.plan(index).to_dict()
         for name in ("compile", "precision", "global_batch_size"):
             del plan[name]
+        predicted = self.machine.calibration.predict(self.layouts.select(np.array([index])), self.machine.hardware)
         return plan | {
             "step_time_s": float(self.step_time_s[index]),
+            "step_time_low_s": float(predicted.low_s.item()),
+            "step_time_high_s": float(predicted.high_s.item()),
             "used_bytes": float(self.used_bytes[index]),
             "out_of_memory_probability": self.risk(index),
             "mfu": self.mfu(index),
@@ -148,10 +157,11 @@ class Search:
 
     @property
     def title(self) -> str:
-        """One line: model, machine, batch, and how many layouts were compared."""
+        """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
         return (
             f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name}, {self.global_batch_size} "
-            f"sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk {self.max_risk:.0%}"
+            f"sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk {self.max_risk:.0%}; "
+            f"{self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -167,7 +177,7 @@ def search(
     global_batch_size: int,
     *,
     max_risk: float = 0.05,
-    coefficients: Coefficients | None = None,
+    calibration: Calibration | None = None,
     kernels: Kernels = KIT,
     reserve: Reserve = RESERVE,
     only: Mapping[str, Iterable[Any]] | None = None,
@@ -181,7 +191,8 @@ def search(
         num_devices: all are used.
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.
-        coefficients: fitted efficiencies; default: the average of published machines.
+        calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
+            machines.
         kernels: what the code base keeps for the backward pass; default: the kit's decoder.
         reserve: memory that is not modelled.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`.
@@ -194,13 +205,9 @@ def search(
         raise ConfigError(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1, e.g. 0.05."
         )
-    machine = Machine(
-        site=site,
-        hardware=Hardware.of(site, "bf16"),
-        coefficients=Coefficients() if coefficients is None else coefficients,
-        kernels=kernels,
-        reserve=reserve,
-    )
+    hardware = Hardware.of(site, "bf16")
+    calibration = calibration or calibrate([], site, hardware=hardware)
+    machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=reserve)
     layouts = candidates(spec, num_devices, global_batch_size, only=only, **layout_kernels)
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(
@@ -231,14 +238,10 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns one row as short text, in the order of `COLUMNS`."""
-    degrees = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage")
     return (
-        *(str(row[name]) for name in degrees),
-        "yes" if row["sequence_parallel"] else "no",
-        row["schedule"] if row["pipeline_parallel"] > 1 else "-",
-        row["recompute"],
-        str(row["micro_batch_size"]),
+        describe(row),
         f"{row['step_time_s']:.4g}",
+        f"{row['step_time_low_s']:.3g} to {row['step_time_high_s']:.3g}",
         f"{row['used_bytes'] / 1e9:.1f}",
         f"{row['out_of_memory_probability']:.1%}",
         f"{row['mfu']:.1%}",

@@ -140,9 +140,9 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     slowest, bubble = jitter * slowest, jitter * (p * mean - slowest) * _bubble_share(x, v)
     reduction, gather = _data_parallel(x, hardware, c, links, most, m)
     # Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward pass; plain data
-    # parallelism of Megatron-LM waits for its end.
-    reduction = np.where((p > 1) | (x.zero_stage < 1), reduction, exposed(reduction, BACKWARD * middle))
-    data = reduction + m * exposed(gather, middle)
+    # parallelism of Megatron-LM waits for its end. With overlap weights are gathered beside the first forward pass too.
+    beside = np.where(x.overlap, middle, np.where((p > 1) | (x.zero_stage < 1), 0.0, BACKWARD * middle))
+    data = exposed(reduction, beside) + m * exposed(gather, middle)
     optimizer = _optimizer(x, hardware, c, most)
     total = c.factor * (m * slowest + bubble + data + optimizer + c.step_s)
     parts = {
@@ -176,6 +176,9 @@ def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Lay
     elementwise = traffic / memory_rate * np.where(x.fused_norm, 1.0, c.unfused_traffic)
     sums = 2 * all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
     sums_backward = sums * np.where(x.sequence_parallel, 1.25, 1.0)  # Megatron gathers an input once more
+    if np.any(x.overlap):
+        sums = np.where(x.overlap, exposed(sums, gemm), sums)
+        sums_backward = np.where(x.overlap, exposed(sums_backward, 2 * gemm), sums_backward)
     context = _context_parallel(x, tokens, kv, attention, links)
     forward = gemm + attention + elementwise + sums + context
     backward = 2 * (gemm + context) + np.where(flash, 2.5, 2.0) * attention + 1.6 * elementwise + sums_backward

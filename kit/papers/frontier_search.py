@@ -97,7 +97,7 @@ def demo_searches(runs: Runs) -> dict[Path, Trials]:
 def objective(name: str) -> EstimatedRate:
     """Returns modelled tokens/s and GCD in one of SPACES; what would run out of memory fails."""
     found = calibration()
-    machine = Machine(site=Site.load("frontier"), hardware=found.hardware, coefficients=found.coefficients,
+    machine = Machine(site=Site.load("frontier"), hardware=found.hardware, calibration=found,
                       kernels=MEGATRON, reserve=RESERVE)  # fmt: skip
     return EstimatedRate(spec=ModelSpec.preset(SPACES[name][0]), machine=machine, devices_per_node=8, base=paper_plan())
 

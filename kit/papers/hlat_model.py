@@ -161,7 +161,7 @@ def _p4d_plan(model: str, nodes: int) -> Plan | None:
     try:
         return search(
             ModelSpec.preset(MODELS[model]), site, nodes * site.devices_per_node, BATCH, max_risk=MAX_RISK, only=NEMO,
-            coefficients=calibration(P4D).coefficients, kernels=MEGATRON,
+            calibration=calibration(P4D), kernels=MEGATRON,
         ).best  # fmt: skip
     except ConfigError as error:
         if "fits in memory" not in str(error):

@@ -119,6 +119,7 @@ def test_pareto_front_has_all_that_is_not_beaten():
 
 def test_an_answer_explains_itself():
     found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640)
+    assert found.title.endswith("not calibrated")
     first, *others = answers(found, 4, tokens=3e11)
     assert all(first.simulated_s <= other.simulated_s for other in others)
     assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
@@ -150,6 +151,11 @@ def test_report_is_what_the_command_prints():
     Plan.from_dict(data["plan"]).check(ModelSpec.preset("gpt-22b"), 16)
     assert data["answers"][0]["days"] > 0
     assert dict(report.facts)["limited by"] == data["answers"][0]["binding"]
+    assert report.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
+    assert "calibrated on 20 runs" in dict(report.facts)["times"] and "calibrated" in report.search._repr_html_()
+    for answer, row in zip(report.answers, report.rows, strict=True):
+        low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
+        assert low < answer.row["step_time_s"] < high and f"{low:.3g} to {high:.3g}" in row
     assert len(report.search._repr_html_()) < 4000
 
 

@@ -11,7 +11,8 @@ import kit
 from cluster.site import Site
 from kit.errors import ConfigError, RunError
 from kit.estimate.activations import KIT
-from kit.estimate.hardware import Coefficients, Hardware
+from kit.estimate.calibrate import calibrate
+from kit.estimate.hardware import Hardware
 from kit.estimate.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
 from kit.estimate.out_of_memory import RESERVE
 from kit.estimate.search import Machine
@@ -35,7 +36,9 @@ def objective(parameters):
 @pytest.fixture(scope="module")
 def estimated() -> EstimatedRate:
     site = Site.load("frontier")
-    machine = Machine(site=site, hardware=Hardware.of(site), coefficients=Coefficients(), kernels=KIT, reserve=RESERVE)
+    machine = Machine(
+        site=site, hardware=Hardware.of(site), calibration=calibrate([], site), kernels=KIT, reserve=RESERVE
+    )
     return EstimatedRate(spec=ModelSpec.preset("gpt-22b"), machine=machine, devices_per_node=8)
 
 
