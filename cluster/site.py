@@ -96,6 +96,8 @@ class Site(Record):
     description: str = field_doc("one line")
     scheduler: Literal["local", "slurm", "kubernetes"] = field_doc("who starts the processes")
     devices_per_node: int = field_doc("processes per node: one per device")
+    engine: Literal["native", "deepspeed", "neuron"] = field_doc("what plans are made for, unless another is named",
+                                                                 default="native")  # fmt: skip
     device: Device = field_doc("one of them")
     links: Links = field_doc("between them", default_factory=Links)
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)

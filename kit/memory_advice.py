@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.estimate.activations import KIT
+from kit.estimate.activations import ENGINE_KERNELS
 from kit.estimate.layouts import Layouts
 from kit.estimate.memory import CONVENTIONS, STATE, Convention, memory
 from kit.estimate.out_of_memory import RESERVE
@@ -92,15 +92,13 @@ def _stronger(plan: Plan) -> list[str]:
 def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reserved: bool) -> list[Option]:
     """Returns each change with the estimated bytes of the heaviest device.
 
-    Only the native engine computes the loss in chunks. In fp32 whatever comes and goes in a step is twice as large as
-    the planner's bf16.
+    In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
     """
     layouts = Layouts.of(spec, [plan.replace(**change) for change in tried])
     is_fp32 = plan.precision == "fp32"
     convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
-    kernels = KIT if plan.engine == "native" else KIT.replace(chunk_logits=0)
     reserve = RESERVE if reserved else NO_RESERVE
-    terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
+    terms = memory(layouts, kernels=ENGINE_KERNELS[plan.engine], convention=convention, reserve=reserve).terms()
     used = sum(np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
                for name, value in terms.items())  # fmt: skip
     return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]

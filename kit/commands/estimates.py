@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cluster.record import ConfigError, write_atomic
 from kit.commands.options import JsonOption, console
+from kit.plan import EngineName
 
 app = typer.Typer()
 bench_app = typer.Typer(no_args_is_help=True)
@@ -27,6 +28,7 @@ def plan(
     max_risk: Annotated[float, typer.Option(help="highest accepted probability of running out of memory")] = 0.05,
     count: Annotated[int, typer.Option(help="layouts to show")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="field=value,value: e.g. schedule=1f1b,interleaved")] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="what would run it; default: the site's")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest layout of a model on a machine, and say why it is."""
@@ -34,7 +36,7 @@ def plan(
 
     report = plan_report(
         model, site=site, devices=devices, batch=batch, tokens=tokens, max_risk=max_risk, count=count,
-        only=_choices(only or []),
+        engine=engine, only=_choices(only or []),
     )  # fmt: skip
     if as_json:
         print(json.dumps(report.to_dict()))

@@ -23,6 +23,7 @@ import numpy as np
 
 from cluster.record import Record, field_doc
 from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
+from kit.plan import EngineName
 
 _NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
@@ -64,6 +65,11 @@ KIT = Kernels(
 )
 """The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient. One tensor rank without a
 pipeline computes its loss in chunks (`kit.cross_entropy`): of one, logits in bf16 and fp32, and log-softmax."""
+
+ENGINE_KERNELS: dict[EngineName, Kernels] = {
+    "native": KIT, "deepspeed": KIT.replace(chunk_logits=0), "neuron": MEGATRON,
+}  # fmt: skip
+"""Only the native engine computes its loss in chunks; NxD's layers are made after Megatron-LM's."""
 
 ALEPH_ALPHA = Kernels(
     dropout=False, fused_gate=False, selective="attention", gathered_inputs=True, gathered_logits=True,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.estimate.layouts import DEGREES, KERNELS, RECOMPUTE, SCHEDULES, SHAPES, Array, Layouts
-from kit.plan import MULTI_STAGE_SCHEDULES
+from kit.estimate.layouts import DEGREES, FLASH_ATTENTION, KERNELS, RECOMPUTE, SCHEDULES, SHAPES, Array, Layouts
+from kit.plan import MULTI_STAGE_SCHEDULES, EngineName, Plan
 from kit.spec import ModelSpec
 
 _SCHEDULE = {name: code for code, name in enumerate(SCHEDULES)}
@@ -24,6 +24,7 @@ def candidates(
     num_devices: int,
     global_batch_size: int,
     *,
+    engine: EngineName = "native",
     only: Mapping[str, Iterable[Any]] | None = None,
     **kernels: Any,
 ) -> Layouts:
@@ -35,6 +36,7 @@ def candidates(
         spec: the model.
         num_devices: all are used: TP x PP x DP.
         global_batch_size: sequences in one optimizer step.
+        engine: what would run them: layouts that it does not train are left out.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"], "tensor_parallel": [4, 8]}`.
         kernels: as in `Layouts.of`.
 
@@ -45,20 +47,27 @@ def candidates(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"plan.{name}: {value!r} is not allowed. Give a whole number from 1.")
     limits = _limits(only or {})
-    shapes = _shapes(spec, num_devices, global_batch_size, limits)
-    modes = _modes(limits)
+    shapes = _shapes(spec, num_devices, global_batch_size, limits, engine)
+    modes = _modes(limits, engine)
     if not len(shapes["tensor_parallel"]):
-        raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits))
+        raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length))
-    if not len(row):
-        raise ConfigError(
-            f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
-        )
     columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
     columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
     columns |= {name: values[mode] for name, values in modes.items()}
     columns["global_batch_size"] = np.array([float(global_batch_size)])
-    return Layouts(**columns, **{name: np.atleast_1d(value) for name, value in (KERNELS | kernels).items()})
+    if engine == "neuron":  # a rank holds at least one key/value head
+        columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
+    kernels = KERNELS | {"flash_attention": FLASH_ATTENTION[engine]} | kernels
+    layouts = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
+    if engine != "native" and len(row):
+        layouts = layouts.select(_trained(layouts, spec, engine))
+    if not len(layouts.tensor_parallel):
+        raise ConfigError(
+            f"plan: no layout of {num_devices} devices is left by {_describe(limits)} with engine {engine!r}. "
+            f"Allow more values, or another engine."
+        )
+    return layouts
 
 
 def single_precision(layouts: Layouts) -> Layouts:
@@ -79,11 +88,12 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
     return limits
 
 
-def _shapes(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple]) -> dict[str, Array]:
+def _shapes(
+    spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
+) -> dict[str, Array]:
     """Returns all (t, p, v, r, b) whose products and divisions are whole."""
     rows = []
-    width = np.gcd.reduce([spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
-    for t in _choice(limits, "tensor_parallel", divisors(int(width))):
+    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
         for p in _choice(limits, "pipeline_parallel", divisors(np.gcd(num_devices // t, spec.num_layers))):
             replicas = num_devices // (t * p)
             if batch % replicas:
@@ -97,11 +107,25 @@ def _shapes(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tup
     return shapes | {"num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])}
 
 
-def _modes(limits: dict[str, tuple]) -> dict[str, Array]:
+def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
+    width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
+
+    def holds_whole_heads(t: int) -> bool:
+        return spec.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(spec) % t == 0
+
+    return [t for t in divisors(int(width)) if holds_whole_heads(t)]
+
+
+def _modes(limits: dict[str, tuple], engine: EngineName) -> dict[str, Array]:
     """Returns all (schedule, recompute, ZeRO, sequence parallel)."""
-    schedules = [_SCHEDULE[name] for name in _choice(limits, "schedule", SCHEDULES)]
+    schedules = _choice(limits, "schedule", SCHEDULES)
+    piped = {name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES)) for name in schedules}
+    schedules = [name for name in schedules if _takes(engine, **piped[name], schedule=name)] or schedules
+    schedules = [_SCHEDULE[name] for name in schedules]
     recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
-    zero = [float(stage) for stage in _choice(limits, "zero_stage", range(4))]
+    # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and not searched for.
+    stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
+    zero = [float(stage) for stage in _choice(limits, "zero_stage", stages) if _takes(engine, zero_stage=stage)]
     sequence = _choice(limits, "sequence_parallel", (False, True))
     grid = np.meshgrid(
         np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool)
@@ -126,6 +150,32 @@ def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length:
     return schedule_ok & sequence_ok & ((r > 1) | (zero == zero.min()))
 
 
+def _takes(engine: EngineName, **fields: Any) -> bool:
+    try:
+        Plan.from_dict({"global_batch_size": 4, "zero_stage": 1, "precision": "bf16", "engine": engine} | fields)
+    except ConfigError:
+        return False
+    return True
+
+
+def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
+    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in micro-batch only."""
+    names = [
+        name for name in (*DEGREES, "recompute", "schedule") if name not in ("micro_batch_size", "global_batch_size")
+    ]
+    table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
+    _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
+
+    def trains(index: int) -> bool:
+        try:
+            layouts.plan(index, engine).check(spec)
+        except ConfigError:
+            return False
+        return True
+
+    return np.array([trains(int(index)) for index in first])[inverse.ravel()]
+
+
 def divisors(number: int) -> list[int]:
     """Returns all divisors, ascending."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
@@ -144,14 +194,13 @@ def _describe(limits: dict[str, tuple]) -> str:
     return ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
 
 
-def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple]) -> str:
+def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName) -> str:
     """Returns what is wrong with a device count or batch that no layout fits, and the nearest that work."""
-    if limits and len(_shapes(spec, num_devices, batch, {})["tensor_parallel"]):
+    if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
         return f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
-    width = int(np.gcd.reduce([spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices]))
     replicas = {
         num_devices // (t * p)
-        for t in divisors(width)
+        for t in _tensor_degrees(spec, num_devices, engine)
         for p in divisors(int(np.gcd(num_devices // t, spec.num_layers)))
     }
     fewest = min(replicas)

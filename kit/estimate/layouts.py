@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kit.plan import Plan
+from kit.plan import EngineName, Plan
 from kit.spec import ModelSpec
 
 RECOMPUTE = ("none", "selective", "full")
@@ -61,7 +61,7 @@ class Layouts:
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
-        """Returns plans of one model, or of as many models as plans, with the kit's kernels unless said otherwise.
+        """Returns plans of one model, or of as many models as plans, with their engine's kernels unless said otherwise.
 
         Args:
             spec: one for all plans, or one each.
@@ -72,10 +72,12 @@ class Layouts:
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
         columns = {name: _column([getattr(each, name) for each in specs]) for name in SHAPES}
+        columns["num_kv_heads"] *= [plan.kv_replication(each) for plan, each in zip(plans, specs, strict=True)]
         columns |= {name: _column([getattr(plan, name) for plan in plans]) for name in DEGREES}
         columns["recompute"] = np.array([RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8)
         columns["schedule"] = np.array([SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8)
-        return cls(**columns, **{name: np.asarray(value) for name, value in (KERNELS | kernels).items()})
+        kernels = KERNELS | {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]} | kernels
+        return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
 
     @property
     def num_microbatches(self) -> Array:
@@ -100,11 +102,11 @@ class Layouts:
         columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return type(self)(**{name: column[rows] if column.size > 1 else column for name, column in columns.items()})
 
-    def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan (bf16), as the engines take it.
+    def plan(self, index: int, engine: EngineName = "native") -> Plan:
+        """Returns one layout as a Plan (bf16) for an engine.
 
         Raises:
-            ConfigError: the layout uses what a Plan does not have, or breaks one of its rules.
+            ConfigError: the layout uses what a Plan does not have, or breaks one of its rules or of the engine's.
         """
         degrees: dict[str, Any] = {}
         for name in DEGREES:
@@ -112,7 +114,7 @@ class Layouts:
             degrees[name] = bool(value) if name == "sequence_parallel" else int(value)
         recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
         schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
-        return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16")
+        return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16", engine=engine)
 
 
 SHAPES = (
@@ -123,7 +125,9 @@ DEGREES = (
     "tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage", "sequence_parallel",
     "micro_batch_size", "global_batch_size",
 )  # fmt: skip
-KERNELS = {
+FLASH_ATTENTION: dict[EngineName, int] = {"native": 2, "deepspeed": 2, "neuron": 0}
+"""Which generation of fused attention an engine runs: NxD writes scores out, as HLAT did."""
+KERNELS: dict[str, Any] = {
     "flash_attention": 2,
     "fused_norm": True,
     "fused_softmax": True,

@@ -9,6 +9,7 @@ from kit.errors import ConfigError
 from kit.estimate.calibrate import Calibration, published_calibration
 from kit.estimate.explain import Answer, answers
 from kit.estimate.search import COLUMNS, Search, cells, search
+from kit.plan import EngineName
 from kit.spec import ModelSpec
 
 
@@ -50,6 +51,7 @@ class PlanReport:
             "site": found.machine.site.name,
             "num_devices": found.num_devices,
             "global_batch_size": found.global_batch_size,
+            "engine": found.engine,
             "max_risk": found.max_risk,
             "calibration_runs": found.machine.calibration.num_runs,
             "layouts": len(found.layouts),
@@ -69,6 +71,7 @@ def plan_report(
     tokens: float | None = None,
     max_risk: float = 0.05,
     count: int = 5,
+    engine: EngineName | None = None,
     calibration: Calibration | None = None,
     only: Mapping[str, Iterable[Any]] | None = None,
 ) -> PlanReport:
@@ -82,6 +85,7 @@ def plan_report(
         tokens: training budget for days and price.
         max_risk: highest accepted probability of running out of memory.
         count: layouts to explain.
+        engine: what would run them; default: the site's.
         calibration: default: what published runs tell about the site.
         only: as in `search`.
 
@@ -93,5 +97,5 @@ def plan_report(
         raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
     place = Site.load(site)
     calibration = calibration or published_calibration(place)
-    found = search(spec, place, devices, batch, max_risk=max_risk, calibration=calibration, only=only)
+    found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
     return PlanReport(search=found, answers=answers(found, count, tokens=tokens))

@@ -14,7 +14,7 @@ import numpy as np
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.activations import KIT, Kernels
+from kit.estimate.activations import ENGINE_KERNELS, Kernels
 from kit.estimate.calibrate import Calibration, calibrate
 from kit.estimate.candidates import candidates, single_precision
 from kit.estimate.hardware import Coefficients, Hardware
@@ -22,7 +22,7 @@ from kit.estimate.layouts import Array, Layouts
 from kit.estimate.memory import Memory, memory
 from kit.estimate.out_of_memory import RESERVE, Reserve
 from kit.estimate.step_time import step_time
-from kit.plan import Plan
+from kit.plan import EngineName, Plan
 from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Search:
     num_devices: int
     global_batch_size: int
     max_risk: float
+    engine: EngineName
     layouts: Layouts
     step_time_s: Array
     used_bytes: Array
@@ -109,7 +110,7 @@ class Search:
 
     @property
     def best(self) -> Plan:
-        """The fastest feasible layout, as the engines take it."""
+        """The fastest feasible layout, as the engine takes it."""
         return self.plan(int(self.order[0]))
 
     def fastest(self, count: int) -> Array:
@@ -122,8 +123,8 @@ class Search:
         return rows[np.concatenate(([True], change))][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan."""
-        return self.layouts.plan(index)
+        """Returns one layout as a Plan for the engine."""
+        return self.layouts.plan(index, self.engine)
 
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
@@ -159,9 +160,9 @@ class Search:
     def title(self) -> str:
         """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
         return (
-            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name}, {self.global_batch_size} "
-            f"sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk {self.max_risk:.0%}; "
-            f"{self.machine.calibration.label}"
+            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name} with engine {self.engine}, "
+            f"{self.global_batch_size} sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk "
+            f"{self.max_risk:.0%}; {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -177,13 +178,14 @@ def search(
     global_batch_size: int,
     *,
     max_risk: float = 0.05,
+    engine: EngineName | None = None,
     calibration: Calibration | None = None,
-    kernels: Kernels = KIT,
+    kernels: Kernels | None = None,
     reserve: Reserve = RESERVE,
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
-    """Returns every layout that Plan allows, with modelled time and memory, and the fastest that fits.
+    """Returns every layout that the engine trains, with modelled time and memory, and the fastest that fits.
 
     Args:
         spec: the model.
@@ -191,9 +193,10 @@ def search(
         num_devices: all are used.
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.
+        engine: what would run them; default: the site's.
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
             machines.
-        kernels: what the code base keeps for the backward pass; default: the kit's decoder.
+        kernels: what the code base keeps for the backward pass; default: the engine's.
         reserve: memory that is not modelled.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`.
         layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, as in `Layouts.of`.
@@ -207,12 +210,14 @@ def search(
         )
     hardware = Hardware.of(site, "bf16")
     calibration = calibration or calibrate([], site, hardware=hardware)
+    engine = engine or site.engine
+    kernels = kernels or ENGINE_KERNELS[engine]
     machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=reserve)
-    layouts = candidates(spec, num_devices, global_batch_size, only=only, **layout_kernels)
+    layouts = candidates(spec, num_devices, global_batch_size, engine=engine, only=only, **layout_kernels)
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(
         spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,
-        layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
+        engine=engine, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
     )  # fmt: skip
     if not found.feasible.any():
         least = int(used_bytes.argmin())

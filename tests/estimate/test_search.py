@@ -1,5 +1,6 @@
 """The search: the same rules as Plan, the same numbers as the formulas, and answers that explain themselves."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -32,7 +33,8 @@ SMALL = ModelSpec.llama(
 def test_candidates_are_exactly_the_plans_that_pass():
     """Every combination is tried on Plan itself; what it accepts must be there once, and nothing else."""
     devices, batch = 16, 32
-    accepted = set()
+    accepted = {"native": set(), "deepspeed": set(), "neuron": set()}
+    least_zero = {"native": 0, "deepspeed": 1, "neuron": 1}
     degrees = divisors(devices)
     for t, p in itertools.product(degrees, degrees):
         if devices % (t * p):
@@ -40,7 +42,7 @@ def test_candidates_are_exactly_the_plans_that_pass():
         replicas = devices // (t * p)
         choices = itertools.product(range(1, 9), (1, 2, 4, 8, 16, 32), SCHEDULES, RECOMPUTE, range(4), (False, True))
         for v, micro, schedule, recompute, zero, sequence in choices:
-            if (p == 1 and schedule != "1f1b") or (replicas == 1 and zero):
+            if p == 1 and schedule != "1f1b":
                 continue  # the same run under another name
             values = dict(
                 tensor_parallel=t, pipeline_parallel=p, data_parallel=replicas, virtual_stages=v, zero_stage=zero,
@@ -48,27 +50,36 @@ def test_candidates_are_exactly_the_plans_that_pass():
                 global_batch_size=batch, precision="bf16",
             )  # fmt: skip
             try:
-                plan = Plan(**values)
-                plan.check(SMALL, devices)
+                Plan(**values)
             except ConfigError:
                 continue
-            accepted.add(plan)
-    layouts = candidates(SMALL, devices, batch)
-    found = [layouts.plan(i) for i in range(len(layouts))]
-    assert set(found) == accepted
-    assert len(found) == len(accepted) > 1000
+            for engine in accepted:
+                if (replicas == 1 and zero > least_zero[engine]) or (engine == "neuron" and not zero):
+                    continue  # the same run under another name; another precision
+                with contextlib.suppress(ConfigError):
+                    plan = Plan(**values, engine=engine)
+                    plan.check(SMALL, devices)
+                    accepted[engine].add(plan)
+    for engine, plans in accepted.items():
+        layouts = candidates(SMALL, devices, batch, engine=engine)
+        found = [layouts.plan(i, engine) for i in range(len(layouts))]
+        assert set(found) == plans and len(found) == len(plans) > 100
+    assert max(plan.tensor_parallel for plan in accepted["neuron"]) == 8 > SMALL.num_kv_heads, "heads are copied"
 
 
 @pytest.mark.parametrize(
-    "model, devices, batch",
-    [("gpt-1t", 3072, 9600), ("gpt-175b", 1024, 10240), ("hlat-70b", 256, 1024), ("demo", 8, 16)],
-)
-def test_random_candidates_pass_every_check(model, devices, batch):
+    "model, devices, batch, engine",
+    [
+        ("gpt-1t", 3072, 9600, "native"), ("gpt-175b", 1024, 10240, "deepspeed"), ("hlat-70b", 8192, 1024, "neuron"),
+        ("demo", 8, 16, "native"),
+    ],
+)  # fmt: skip
+def test_random_candidates_pass_every_check(model, devices, batch, engine):
     rng = np.random.default_rng(2)
     spec = ModelSpec.preset(model)
-    layouts = candidates(spec, devices, batch)
+    layouts = candidates(spec, devices, batch, engine=engine)
     for i in rng.integers(0, len(layouts), 200):
-        plan = layouts.plan(int(i))
+        plan = layouts.plan(int(i), engine)
         plan.check(spec, devices)
         assert plan.global_batch_size == batch
 
@@ -157,6 +168,24 @@ def test_report_is_what_the_command_prints():
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
         assert low < answer.row["step_time_s"] < high and f"{low:.3g} to {high:.3g}" in row
     assert len(report.search._repr_html_()) < 4000
+
+
+def test_a_plan_for_trainium_is_one_that_its_engine_takes():
+    report = plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, count=3)
+    for answer in report.answers:
+        assert answer.plan.engine == "neuron" and "engine neuron" in report.title
+        answer.plan.check(report.search.spec, 8192)
+    layouts = report.search.layouts
+    assert 32 in layouts.tensor_parallel, "HLAT's own degree, with each key/value head four times"
+    wide = layouts.select(layouts.tensor_parallel == 32)
+    assert set(wide.num_kv_heads) == {32} and set(layouts.flash_attention) == {0}
+    plan = wide.plan(0, "neuron")
+    assert Layouts.of(report.search.spec, [plan]).num_kv_heads == 32
+    other = search(report.search.spec, report.search.machine.site, 8192, 1024, engine="native")
+    assert other.best.engine == "native" and other.best.schedule == "interleaved"
+    with pytest.raises(ConfigError, match="'interleaved',.*with engine 'neuron'"):
+        only = {"schedule": "interleaved", "pipeline_parallel": [8]}
+        plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, only=only)
 
 
 @pytest.mark.parametrize(
