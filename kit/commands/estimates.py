@@ -29,15 +29,22 @@ def plan(
     count: Annotated[int, typer.Option(help="layouts to show")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="field=value,value: e.g. schedule=1f1b,interleaved")] = None,
     engine: Annotated[EngineName | None, typer.Option(help="what would run it; default: the site's")] = None,
+    choose: Annotated[int, typer.Option(help="which of the layouts to explain and keep")] = 1,
+    out: Annotated[Path | None, typer.Option(help="keep it, NAME.json; `kit launch --plan` takes it")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest layout of a model on a machine, and say why it is."""
     from kit.estimate.report import plan_report
 
+    if out is not None:
+        _check_out(out)
     report = plan_report(
         model, site=site, devices=devices, batch=batch, tokens=tokens, max_risk=max_risk, count=count,
+        choose=choose,
         engine=engine, only=_choices(only or []),
     )  # fmt: skip
+    if out is not None:
+        report.chosen.plan.write(out)
     if as_json:
         print(json.dumps(report.to_dict()))
         return
@@ -46,6 +53,8 @@ def plan(
     for label, text in report.facts:
         facts.add_row(f"[dim]{escape(label)}[/]", escape(text))
     console().print(facts)
+    if out is not None:
+        console().print(f"Layout {choose} is in {escape(str(out))}.")
 
 
 @app.command()
@@ -159,6 +168,13 @@ def doctor(as_json: JsonOption = False) -> None:
         rows = [(mark[f.ok], f.subject, f.found, f"[dim]{escape(f.advice)}[/]") for f in findings]
         _print_table("This machine", ("", "", "found", "advice"), rows)
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".json":
+        raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
+    if (out.parent / "spec.json").exists() and out.name == "plan.json":
+        raise ConfigError(f"--out {out}: belongs to a run, whose plan is what it was started with. Give another name.")
 
 
 def _choices(settings: list[str]) -> dict[str, list[Any]]:

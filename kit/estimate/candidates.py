@@ -52,6 +52,10 @@ def candidates(
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length))
+    if not len(row):
+        raise ConfigError(
+            f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
+        )
     columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
     columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
     columns |= {name: values[mode] for name, values in modes.items()}
@@ -60,14 +64,7 @@ def candidates(
         columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
     kernels = KERNELS | {"flash_attention": FLASH_ATTENTION[engine]} | kernels
     layouts = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
-    if engine != "native" and len(row):
-        layouts = layouts.select(_trained(layouts, spec, engine))
-    if not len(layouts.tensor_parallel):
-        raise ConfigError(
-            f"plan: no layout of {num_devices} devices is left by {_describe(limits)} with engine {engine!r}. "
-            f"Allow more values, or another engine."
-        )
-    return layouts
+    return layouts if engine == "native" else layouts.select(_trained(layouts, spec, engine))
 
 
 def single_precision(layouts: Layouts) -> Layouts:
@@ -159,21 +156,28 @@ def _takes(engine: EngineName, **fields: Any) -> bool:
 
 
 def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
-    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in micro-batch only."""
+    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in micro-batch only.
+
+    Raises:
+        ConfigError: none; with the reason of the first.
+    """
     names = [
         name for name in (*DEGREES, "recompute", "schedule") if name not in ("micro_batch_size", "global_batch_size")
     ]
     table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
     _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
 
-    def trains(index: int) -> bool:
+    def refusal(index: int) -> ConfigError | None:
         try:
             layouts.plan(index, engine).check(spec)
-        except ConfigError:
-            return False
-        return True
+        except ConfigError as error:
+            return error
+        return None
 
-    return np.array([trains(int(index)) for index in first])[inverse.ravel()]
+    refusals = [refusal(int(index)) for index in first]
+    if all(refusals):
+        raise ConfigError(str(refusals[0]))
+    return np.array([each is None for each in refusals])[inverse.ravel()]
 
 
 def divisors(number: int) -> list[int]:

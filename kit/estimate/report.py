@@ -19,6 +19,13 @@ class PlanReport:
 
     search: Search
     answers: list[Answer]
+    choice: int = 1
+    """Which of them is explained and kept, from 1."""
+
+    @property
+    def chosen(self) -> Answer:
+        """The layout that is explained and kept."""
+        return self.answers[self.choice - 1]
 
     @property
     def title(self) -> str:
@@ -40,8 +47,8 @@ class PlanReport:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """What is known about the first layout, as (label, text)."""
-        return self.answers[0].facts()
+        """What is known about the chosen layout, as (label, text)."""
+        return self.chosen.facts()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
@@ -56,7 +63,7 @@ class PlanReport:
             "calibration_runs": found.machine.calibration.num_runs,
             "layouts": len(found.layouts),
             "feasible": len(found.order),
-            "plan": self.answers[0].plan.to_dict(),
+            "plan": self.chosen.plan.to_dict(),
             "answers": [answer.to_dict() for answer in self.answers],
             "pareto": [found.row(int(index)) for index in found.pareto],
         }
@@ -71,6 +78,7 @@ def plan_report(
     tokens: float | None = None,
     max_risk: float = 0.05,
     count: int = 5,
+    choose: int = 1,
     engine: EngineName | None = None,
     calibration: Calibration | None = None,
     only: Mapping[str, Iterable[Any]] | None = None,
@@ -84,13 +92,14 @@ def plan_report(
         batch: sequences in one optimizer step.
         tokens: training budget for days and price.
         max_risk: highest accepted probability of running out of memory.
-        count: layouts to explain.
+        count: layouts to simulate.
+        choose: which of them to explain and keep, from 1.
         engine: what would run them; default: the site's.
         calibration: default: what published runs tell about the site.
         only: as in `search`.
 
     Raises:
-        ConfigError: as `search`, or model or site are unknown.
+        ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.
     """
     spec = ModelSpec.load(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
@@ -98,4 +107,9 @@ def plan_report(
     place = Site.load(site)
     calibration = calibration or published_calibration(place)
     found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
-    return PlanReport(search=found, answers=answers(found, count, tokens=tokens))
+    shown = answers(found, count, tokens=tokens)
+    if not 1 <= choose <= len(shown):
+        raise ConfigError(
+            f"plan.choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}."
+        )
+    return PlanReport(search=found, answers=shown, choice=choose)

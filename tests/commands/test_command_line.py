@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.estimate.published import FILE
+from kit.plan import Plan
 from kit.spec import ModelSpec
 
 
@@ -24,6 +25,10 @@ def _kit(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
         (("launch", "new", "--set", "plan.tensr_parallel=2"), "Did you mean 'tensor_parallel'?"),
         (("launch", "new", "--model", "dmeo"), "spec.preset: 'dmeo' is unknown"),
         (("launch", "new", "--data", "[/red]none"), "[/red]none: not a dataset"),
+        (
+            ("plan", "demo", "--site", "frontier", "--devices", "8", "--batch", "16", "--out", "a.txt"),
+            "not a .json file",
+        ),
     ],
 )
 def test_mistake_is_one_sentence_and_starts_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -42,8 +47,14 @@ def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
 def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
     spec.write(tmp_path / "spec.json")
-    options = ("--site", "frontier", "--devices", "8", "--batch", "16", "--count", "1")
-    assert "odd [/b] name on 8 devices" in _kit("plan", "spec.json", *options, folder=tmp_path).stdout
+    options = ("--site", "frontier", "--devices", "8", "--batch", "16", "--count", "2", "--choose", "2")
+    answer = _kit("plan", "spec.json", *options, "--out", "[b]second.json", folder=tmp_path)
+    assert "odd [/b] name on 8 devices" in answer.stdout and "Layout 2 is in [b]second.json" in answer.stdout
+    kept = Plan.read(tmp_path / "[b]second.json")
+    assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
+    kept.check(spec, 8)
+    answer = _kit("plan", "spec.json", *options, "--out", "plan.json", folder=tmp_path)
+    assert "belongs to a run" in answer.stderr and not (tmp_path / "plan.json").exists()
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)
     (tmp_path / "rows.csv").write_text("\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n")

@@ -183,7 +183,7 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
     assert Layouts.of(report.search.spec, [plan]).num_kv_heads == 32
     other = search(report.search.spec, report.search.machine.site, 8192, 1024, engine="native")
     assert other.best.engine == "native" and other.best.schedule == "interleaved"
-    with pytest.raises(ConfigError, match="'interleaved',.*with engine 'neuron'"):
+    with pytest.raises(ConfigError, match="'interleaved' is not allowed with engine 'neuron'"):
         only = {"schedule": "interleaved", "pipeline_parallel": [8]}
         plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, only=only)
 
@@ -198,6 +198,8 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
         (dict(site="frontir"), "Did you mean 'frontier'"),
         (dict(model="gpt-23b"), "Did you mean 'gpt-22b'"),
         (dict(tokens=10), "less than one step"),
+        (dict(site="trn1.32xlarge"), "'neuron' trains Llamas without biases"),
+        (dict(choose=6), "5 layouts are shown: give 1 to 5"),
         (dict(model="gpt-1t"), "no layout of gpt-1t on 16 devices of frontier fits in memory"),
     ],
 )
