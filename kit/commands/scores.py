@@ -22,6 +22,9 @@ def evaluate(
     tasks: Annotated[str, typer.Option(help="comma-separated")] = "heldout,piqa,arc_easy",
     suite: Annotated[str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")] = None,
     limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part: never a result")] = None,
+    seed: Annotated[int, typer.Option(help="of that part, and of sampled programs")] = 1234,
+    num_fewshot: Annotated[int | None, typer.Option(help="solved examples; default: the suite's or the task's")] = None,
+    batch_tokens: Annotated[int, typer.Option(help="tokens in one forward pass")] = 4096,
     follow: Annotated[bool, typer.Option("--follow", help="score each new checkpoint until the job ends")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="with --follow: each as a job of the run's site")] = False,
     untrusted_code: Annotated[
@@ -39,7 +42,8 @@ def evaluate(
         return
     chosen: str | tuple[str, ...] = suite or tuple(tasks.split(","))
     options: dict[str, Any] = {
-        "limit": limit, "untrusted_code": untrusted_code, "download": download, "mirror": mirror
+        "limit": limit, "seed": seed, "num_fewshot": num_fewshot, "batch_tokens": batch_tokens,
+        "untrusted_code": untrusted_code, "download": download, "mirror": mirror,
     }  # fmt: skip
     if submit and not follow:
         raise ConfigError("--submit: only with --follow. Give both, or neither to score here and now.")

@@ -64,6 +64,11 @@ class Options:
                 f"untrusted_code: {self.untrusted_code!r} is not allowed. Give 'refuse', 'isolated' or 'limits'."
             )
 
+    def applied(self, request: TaskRequest) -> TaskRequest:
+        """Returns a request as it is scored with these options, which go before what a suite says."""
+        given = {"shots": self.num_fewshot, "limit": self.limit}
+        return request.replace(**{name: value for name, value in given.items() if value is not None})
+
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> "Options":
         """Returns the options in keywords.
@@ -108,6 +113,7 @@ def evaluate(
     dataset = run.dataset()
     if file.exists():  # whatever stands against adding to it is found before the work, not after
         _check_same_tokenizer(file, dataset.info.tokenizer_sha256)
+        _set_aside_another_attempts(file, checkpoint.attempt)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
@@ -223,9 +229,7 @@ def _score(
     )  # fmt: skip
     scorer = None if options.untrusted_code == "refuse" else CodeScorer(options.untrusted_code)
     loaded = []
-    for request in requests:
-        if options.num_fewshot is not None:
-            request = request.replace(shots=options.num_fewshot)
+    for request in map(options.applied, requests):
         try:
             loaded.append(load_task(request, mirror=mirror, heldout_file=heldout_file, download=options.download))
         except (ConfigError, DataError) as error:
@@ -233,9 +237,8 @@ def _score(
                 raise
             yield _unscored(request, error)
     for task in loaded:
-        limit = task.request.limit if options.limit is None else options.limit
         try:
-            yield score_task(lm, task, limit=limit, seed=options.seed, scorer=scorer)
+            yield score_task(lm, task, limit=task.request.limit, seed=options.seed, scorer=scorer)
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
@@ -244,7 +247,10 @@ def _score(
 
 def _unscored(request: TaskRequest, error: Exception) -> Unscored:
     reason = str(error).removeprefix(f"{request.task}: ")
-    return Unscored(task=request.task, num_fewshot=request.shots, reason=reason)
+    return Unscored(
+        task=request.task, num_fewshot=request.shots, num_samples=request.samples, temperature=request.temperature,
+        top_p=request.top_p, reason=reason,
+    )  # fmt: skip
 
 
 def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
@@ -260,3 +266,10 @@ def _check_same_tokenizer(file: Path, tokenizer_sha256: str) -> None:
             f"{file}: its scores were made with tokenizer {before[:12]}, but the data set of the run now has "
             f"{tokenizer_sha256[:12]}. Restore the data set that the run was trained on, or move the file away."
         )
+
+
+def _set_aside_another_attempts(file: Path, attempt: int) -> None:
+    """Renames scores of a checkpoint that another attempt has since replaced: they are of other weights."""
+    before = EvalReport.read(file).attempt
+    if before not in (None, attempt):
+        file.rename(file.with_name(f"attempt_{before:02d}.{file.name}"))

@@ -61,6 +61,11 @@ class TaskRequest(Record):
     top_p: float = field_doc("of sampling: only the most likely tokens of this total probability", default=1.0)
     note: str = field_doc("how this differs from what the paper did", default="")
 
+    @property
+    def question(self) -> tuple[str, int | None, int, float, float]:
+        """Task, shots, samples, temperature and top-p: what is asked, of however many items."""
+        return self.task, self.shots, self.samples, self.temperature, self.top_p
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite(Record):

@@ -1,6 +1,7 @@
 """Scores each new checkpoint of a run while it trains: in this process, or each as a job of its own."""
 
 import dataclasses
+import importlib.metadata
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,13 @@ import cluster
 from cluster.job import Job, JobSpec
 from cluster.record import Record, field_doc
 from cluster.state import JobError
+from kit.data.dataset import VALIDATION_TEXT
 from kit.errors import CheckpointError, ConfigError, DataError
-from kit.evaluate import Options, check_request, evaluate, report_file
+from kit.evaluate import Options, check_request, default_mirror, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest
-from kit.evaluate.report import EvalReport
+from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
+from kit.wheels import file_sha256
 
 Wait = Callable[[float], None]
 
@@ -70,7 +73,7 @@ def follow_run(
             for step in run.checkpoints.steps():
                 if step in done or step in pending:
                     continue
-                if _has_scores(run, step, requests):
+                if has_scores(run, step, requests, chosen):
                     done.add(step)
                     continue
                 outcome = _submit(run, step, tasks, chosen) if submit else _score(run, step, tasks, options)
@@ -79,11 +82,11 @@ def follow_run(
                 else:
                     done.add(step)
                     yield outcome
-            for step, job in list(pending.items()):
-                if job.status().state.is_final:
+            for step, job in _ended(pending):
+                if job.spec.argv == eval_job(run, step, tasks, chosen).argv:  # else: another request's; ours is next
                     done.add(step)
-                    yield _result(run, step, pending.pop(step), requests)
-            if over and not pending:
+                    yield _result(run, step, job, requests, chosen)
+            if over and not pending and done.issuperset(run.checkpoints.steps()):
                 return
             idle(poll_s)
     except KeyboardInterrupt:
@@ -110,23 +113,45 @@ def _said(report: EvalReport) -> str:
     return ", ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
 
 
-def _has_scores(run: Run, step: int, requests: Sequence[TaskRequest]) -> bool:
-    """Returns whether everything asked for is there, or was tried and could not be scored."""
+def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
+    """Returns whether everything asked for is there, or was tried and could not be scored.
+
+    A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and how it was asked.
+    """
     try:
         report = EvalReport.read(report_file(run, step))
-    except ConfigError:
+        same = report.attempt in (None, run.checkpoints.manifest(step).attempt)
+    except (ConfigError, CheckpointError):
         return False
-    tried = {score.task for score in report.scores} | {item.task for item in report.unscored}
-    return {request.task for request in requests} <= tried
+    dataset = run.dataset()
+    heldout, mirror = dataset.directory / VALIDATION_TEXT, options.mirror or default_mirror()
+    current = [score for score in report.scores if _is_current(score, heldout, mirror, options)]
+    tried = {item.question for item in report.unscored}
+    asked = [options.applied(request) for request in requests]
+    return same and report.tokenizer_sha256 == dataset.info.tokenizer_sha256 and all(
+        request.question in tried or any(score.answers(request, options.seed) for score in current)
+        for request in asked
+    )  # fmt: skip
+
+
+def _is_current(score: TaskScore, heldout: Path, mirror: Path, options: Options) -> bool:
+    """Returns whether a score was made with today's harness and data."""
+    if score.harness_version != importlib.metadata.version("lm_eval"):
+        return False
+    if options.download and score.partial and score.limit is None:
+        return False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
+    held = [(heldout if data.origin == "corpus" else mirror / data.path, data) for data in score.data]
+    return all(data.origin == "hub" or not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
 
 
 def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
     """Returns the job that scores one checkpoint: one process, one node, with the command that a user would type."""
     chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
     argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
-    argv += ["--limit", str(options.limit)] if options.limit else []
-    argv += ["--untrusted-code", options.untrusted_code, *(["--download"] if options.download else [])]
-    argv += ["--mirror", str(options.mirror)] if options.mirror else []
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if value != field.default:
+            argv += [flag] if value is True else [flag, str(value)]
     folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
     return JobSpec(
         name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=1, max_restarts=0
@@ -149,8 +174,13 @@ def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -
         return Followed(step=step, scored=False, said=f"not submitted: {error}")
 
 
-def _result(run: Run, step: int, job: Job, requests: Sequence[TaskRequest]) -> Followed:
-    if _has_scores(run, step, requests):
+def _ended(pending: dict[int, Job]) -> list[tuple[int, Job]]:
+    """Takes the jobs that have ended out of `pending`, and returns them."""
+    return [(step, pending.pop(step)) for step, job in list(pending.items()) if job.status().state.is_final]
+
+
+def _result(run: Run, step: int, job: Job, requests: Sequence[TaskRequest], options: Options) -> Followed:
+    if has_scores(run, step, requests, options):
         report = EvalReport.read(report_file(run, step))
         return Followed(step=step, scored=True, seconds=report.seconds, said=_said(report))
     words = job.logs(0).strip().splitlines()

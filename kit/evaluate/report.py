@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.record import Record, field_doc
+from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
 
 
@@ -27,10 +28,14 @@ class TaskScore(Record):
     metrics: tuple[Metric, ...] = field_doc("in the order of the task's definition")
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
-    seed: int | None = field_doc("of the random subset; None when all items were scored", default=None)
+    limit: int | None = field_doc("items asked for, drawn at random; None when all were scored", default=None)
+    seed: int | None = field_doc("of that draw and of sampled texts; None where nothing is random", default=None)
     num_truncated: int = field_doc("prompts cut on the left to the model's sequence length", default=0)
     num_fewshot: int = field_doc("solved examples in the prompt")
+    shots_asked: int | None = field_doc("solved examples asked for; None: what the task defines", default=None)
     num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
+    temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
+    top_p: float = field_doc("of sampled texts", default=1.0)
     chance: float | None = field_doc("accuracy of guessing; None where there is nothing to guess", default=None)
     task_version: str = field_doc("of the task's definition")
     harness_version: str = field_doc("of lm-eval")
@@ -39,9 +44,25 @@ class TaskScore(Record):
     note: str = field_doc("what else has to be known to judge it, such as how code was isolated", default="")
 
     @property
-    def key(self) -> tuple[str, int, int]:
-        """Task, shots and samples: scores with the same key answer the same question."""
-        return self.task, self.num_fewshot, self.num_samples
+    def key(self) -> tuple[str, int, int, float, float]:
+        """Task, shots, samples, temperature and top-p: scores with the same key answer the same question."""
+        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
+
+    @property
+    def question(self) -> tuple[str, int | None, int, float, float]:
+        """`TaskRequest.question` that this is the answer to."""
+        return self.task, self.shots_asked, *self.key[2:]
+
+    def answers(self, request: TaskRequest, seed: int) -> bool:
+        """Returns whether scoring `request` with `seed` again would ask nothing new.
+
+        A score of all items is better than one of a part, and is kept in its place.
+        """
+        if request.question not in (self.key, self.question):
+            return False
+        if self.limit is None and (self.seed is None or self.temperature):
+            return self.seed in (None, seed)
+        return self.limit is not None and (self.limit, self.seed) == (request.limit, seed)
 
     @property
     def partial(self) -> bool:
@@ -70,7 +91,20 @@ class Unscored(Record):
 
     task: str = field_doc("name in the harness")
     num_fewshot: int | None = field_doc("solved examples that were asked for", default=None)
+    num_samples: int = field_doc("programs for each problem that were asked for", default=1)
+    temperature: float = field_doc("of sampled texts", default=0.0)
+    top_p: float = field_doc("of sampled texts", default=1.0)
     reason: str = field_doc("why, and what would mend it")
+
+    @property
+    def question(self) -> tuple[str, int | None, int, float, float]:
+        """`TaskRequest.question` that was asked."""
+        return self.task, self.num_fewshot, self.num_samples, self.temperature, self.top_p
+
+    def __str__(self) -> str:
+        how = [] if self.num_fewshot is None else [f"{self.num_fewshot} shots"]
+        how += [f"temperature {self.temperature:g}"] if self.temperature else []
+        return f"{self.task} ({', '.join(how)})" if how else self.task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +130,7 @@ class EvalReport(Record):
         return _named("The report", "task", task, {score.task: score for score in reversed(self.scores)})
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where task and shots are the same; costs add up.
+        """Returns this report with the scores of `other`, which win where the question is the same; costs add up.
 
         A partial score never takes the place of a complete one.
         """
@@ -105,9 +139,9 @@ class EvalReport(Record):
             old = scores.get(score.key)
             if old is None or old.partial or not score.partial:
                 scores[score.key] = score
-        done = {(score.task, score.num_fewshot) for score in scores.values()}
-        unscored = {(item.task, item.num_fewshot): item for item in (*self.unscored, *other.unscored)}
-        left = tuple(item for key, item in unscored.items() if key not in done)
+        done = {question for score in scores.values() for question in (score.key, score.question)}
+        unscored = {item.question: item for item in (*self.unscored, *other.unscored)}
+        left = tuple(item for question, item in unscored.items() if question not in done)
         seconds = self.seconds + other.seconds
         return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left, seconds=seconds)
 
@@ -126,8 +160,7 @@ class EvalReport(Record):
     @property
     def notes(self) -> list[str]:
         """What could not be scored and why, and what else has to be known to judge a score."""
-        shots = {item: "" if item.num_fewshot is None else f" ({item.num_fewshot} shots)" for item in self.unscored}
-        return [f"not scored: {item.task}{shots[item]}: {item.reason}" for item in self.unscored] + [
+        return [f"not scored: {item}: {item.reason}" for item in self.unscored] + [
             f"{score.task}: {score.note}" for score in self.scores if score.note
         ]
 

@@ -1,16 +1,22 @@
 """Scores while training: each checkpoint once, what they cost, and the curves that the views show."""
 
+import dataclasses
+import importlib.metadata
 import json
 import shutil
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from kit.__main__ import app
 from kit.errors import ConfigError
-from kit.evaluate import EvalReport, evaluate
-from kit.evaluate.follow import eval_job, follow_run
+from kit.evaluate import EvalReport, Metric, Options, TaskScore, evaluate, report_file
+from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.follow import eval_job, follow_run, has_scores
+from kit.evaluate.resolver import DataSource
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
-from kit.monitor.scores import ScoreFollower
+from kit.monitor.scores import ScoreFollower, eval_reports
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
 
@@ -58,9 +64,6 @@ def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(run, mir
 def test_interrupting_keeps_what_is_scored(run, mirror, monkeypatch):
     monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: False)
 
-    def interrupt(seconds: float) -> None:
-        raise KeyboardInterrupt
-
     assert [found.step for found in follow(run, mirror, idle=interrupt)] == [3]
 
 
@@ -70,21 +73,107 @@ def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, mirror):
     assert not (run.directory / "eval").exists()
 
 
-def test_a_checkpoint_is_scored_in_a_job_of_its_own(run, mirror):
+def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(run, mirror):
+    list(follow_run(run, ("piqa",), submit=True, mirror=mirror, limit=5, poll_s=0, idle=interrupt))
     (found,) = list(follow_run(run, ("heldout",), submit=True, mirror=mirror, poll_s=0.2))
-    assert found.scored and found.said.startswith("heldout bits_per_byte") and found.seconds > 0
+    assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
-    assert job["num_processes"] == 1 and "eval" in job["argv"]
-    assert eval_curve(run)[0].step.tolist() == [3]
+    assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
+    assert {curve.task: curve.step.tolist() for curve in eval_curve(run)} == {"piqa": [3], "heldout": [3]}
 
 
-def test_the_job_has_the_command_that_a_user_would_type(run, mirror, tmp_path):
-    from kit.evaluate import Options
+def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monkeypatch):
+    """Each option differs from its default here, so that one more cannot be forgotten."""
+    given = Options(
+        limit=5, seed=7, num_fewshot=2, mirror=tmp_path / "my mirror", download=True, batch_tokens=100,
+        untrusted_code="limits",
+    )  # fmt: skip
+    assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
+    job = eval_job(run, 3, "smoke", given)
+    assert job.argv[1:4] == ("-m", "kit", "eval")
+    asked = {}
 
-    job = eval_job(run, 3, "smoke", Options(limit=5, mirror=tmp_path, untrusted_code="isolated"))
-    words = " ".join(job.argv)
-    assert f"-m kit eval {run.directory} --step 3 --suite smoke --limit 5 --untrusted-code isolated" in words
-    assert f"--mirror {tmp_path}" in words
+    def caught(run, step, tasks, **options):
+        asked.update(run=run.directory, step=step, tasks=tasks, options=Options.of(options))
+        return EvalReport(name="run", tokenizer_sha256="")
+
+    monkeypatch.setattr("kit.evaluate.evaluate", caught)
+    CliRunner().invoke(app, list(job.argv[3:]), catch_exceptions=False)
+    assert asked == {"run": run.directory, "step": 3, "tasks": "smoke", "options": given}
+
+
+def interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+PIQA = TaskScore(
+    task="piqa", metrics=(Metric(name="acc", value=0.5),), num_items=30, total_items=30, num_fewshot=5,
+    task_version="1.0", harness_version=importlib.metadata.version("lm_eval"), data=(), seconds=1.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("held", "request_", "options", "enough"),
+    [
+        ({}, {"shots": 5}, {}, True),
+        ({}, {}, {"num_fewshot": 5}, True),
+        ({}, {}, {}, False),
+        ({"shots_asked": None, "num_fewshot": 0}, {}, {}, True),
+        ({"num_items": 5, "limit": 5, "seed": 1234, "num_fewshot": 0}, {"shots": 5}, {}, False),
+        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {}, False),
+        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 5}, True),
+        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 5, "seed": 1}, False),
+        ({"num_items": 5, "limit": 5, "seed": 1234}, {"shots": 5}, {"limit": 6}, False),
+        ({"num_items": 5, "seed": 1234}, {"shots": 5}, {}, False),
+        ({}, {"shots": 5, "limit": 5}, {}, True),
+        ({"num_samples": 20, "temperature": 0.8, "seed": 1234}, {"shots": 5}, {}, False),
+        (
+            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
+            {"shots": 5, "samples": 20, "temperature": 0.1},
+            {},
+            False,
+        ),
+        (
+            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
+            {"shots": 5, "samples": 20, "temperature": 0.8},
+            {},
+            True,
+        ),
+        (
+            {"num_samples": 20, "temperature": 0.8, "seed": 1234},
+            {"shots": 5, "samples": 20, "temperature": 0.8},
+            {"seed": 2},
+            False,
+        ),
+        ({"harness_version": "0.4.0"}, {"shots": 5}, {}, False),
+        ({"data": (DataSource(origin="mirror", path="a.parquet", sha256="00"),)}, {"shots": 5}, {}, False),
+        ({"data": (DataSource(origin="corpus", path="validation.jsonl", sha256="00"),)}, {"shots": 5}, {}, False),
+        ({"data": (DataSource(origin="mirror", path="gone.parquet", sha256="00"),)}, {"shots": 5}, {}, True),
+    ],
+)
+def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
+    run, tmp_path, held, request_, options, enough
+):
+    (tmp_path / "a.parquet").write_bytes(b"other rows")
+    score = PIQA.replace(**{"shots_asked": 5, **held})
+    digest = run.dataset().info.tokenizer_sha256
+    report = EvalReport(name="run", step=3, attempt=1, tokenizer_sha256=digest, scores=(score,))
+    report.write(report_file(run, 3))
+    requests, chosen = [TaskRequest(task="piqa", **request_)], Options.of({"mirror": tmp_path, **options})
+    assert has_scores(run, 3, requests, chosen) is enough
+    for other in ({"tokenizer_sha256": "00"}, {"attempt": 2}):
+        report.replace(**other).write(report_file(run, 3))
+        assert not has_scores(run, 3, requests, chosen)
+
+
+def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run, mirror):
+    evaluate(run, 3, ("piqa",), mirror=mirror, limit=5)
+    file = report_file(run, 3)
+    EvalReport.read(file).replace(attempt=9).write(file)
+    evaluate(run, 3, ("arc_easy",), mirror=mirror, limit=5)
+    assert [score.task for score in EvalReport.read(file).scores] == ["arc_easy"]
+    assert [score.task for score in EvalReport.read(file.with_name(f"attempt_09.{file.name}")).scores] == ["piqa"]
+    assert [report.attempt for report in eval_reports(run)] == [1]
 
 
 def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, save_checkpoint):
