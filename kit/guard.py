@@ -16,11 +16,8 @@ from typing import Literal
 from kit.errors import ConfigError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.spikes import WINDOW, stands_out
 
-SPIKE_MADS = 12.0
-"""A loss stands out if it is above the median of those before by this many median absolute deviations."""
-WINDOW = 40
-"""Losses that one is judged by."""
 PATIENCE = 10
 """Bad steps in a row after which skipping and rolling back have led nowhere."""
 
@@ -31,7 +28,7 @@ class Guard:
     """Judges each step of one attempt, the same way on every rank.
 
     Attributes:
-        recent: the losses that the next is judged by, oldest first.
+        recent: the finite losses that the next is judged by (`kit.spikes`), oldest first.
         skipped: steps so far whose update was dropped.
         judges_before_update: whether the engine must ask before it applies an update.
     """
@@ -52,7 +49,8 @@ class Guard:
             if name in self.judged and not math.isfinite(value):
                 return self.recipe.on_nan, f"the {name} is {value}"
         if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
-            return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {_median(self.recent):.4g})"
+            before = statistics.median(self.recent)
+            return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {before:.4g})"
         return "go on", ""
 
     def accepts(self, loss: float, grad_norm: float) -> bool:
@@ -65,8 +63,10 @@ class Guard:
         Raises:
             RunError: as many steps in a row were bad that more of the same answer leads nowhere.
         """
+        if math.isfinite(loss):
+            self.recent = (*self.recent, loss)[-WINDOW:]
         if answer == "go on":
-            self.recent, self.bad_in_a_row = (*self.recent, loss)[-WINDOW:], 0
+            self.bad_in_a_row = 0
             return
         self.bad_in_a_row += 1
         if self.bad_in_a_row >= PATIENCE:
@@ -91,16 +91,3 @@ def check_guard(recipe: Recipe, plan: Plan) -> None:
                 f"recipe.{name}: {value!r} is not allowed with plan.engine {plan.engine!r}, whose step cannot be taken "
                 f"back. Give {allowed}, or plan.engine 'native'."
             )
-
-
-def stands_out(loss: float, before: "tuple[float, ...] | list[float]") -> bool:
-    """Returns whether a loss is a spike: above the median of those before by the rule of the kit's alerts."""
-    if len(before) < WINDOW:
-        return False
-    median = _median(before)
-    deviation = max(statistics.median(abs(value - median) for value in before), 1e-3 * median)
-    return not loss <= median + SPIKE_MADS * deviation
-
-
-def _median(values: "tuple[float, ...] | list[float]") -> float:
-    return statistics.median(values)

@@ -5,9 +5,10 @@ import math
 import pytest
 
 from kit.errors import RunError
-from kit.guard import PATIENCE, WINDOW, Guard
+from kit.guard import PATIENCE, Guard
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.spikes import WINDOW
 
 RECIPE = Recipe(data="data", num_steps=100)
 

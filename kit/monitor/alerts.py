@@ -1,9 +1,8 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
-Rules: a loss or gradient norm that is not finite, at once; a loss above the median of the 300 steps before by more than
-12 median absolute deviations; a peak that the run goes beyond, or comes closer to than real runs do; no step for a long
-time; MFU that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or
-was lost.
+Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.spikes`); a peak that the run
+goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow rank;
+memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
 """
 
 import dataclasses
@@ -22,13 +21,12 @@ from cluster.record import ConfigError, Record, field_doc
 from cluster.state import JobState
 from kit.checkpoint import BYTES_PER_PARAM
 from kit.errors import kit_command
-from kit.guard import SPIKE_MADS
 from kit.monitor.columns import Columns
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
+from kit.spikes import spikes
 
-SPIKE_WINDOW, SPIKE_BLOCK = 300, 50
 STALL_S, STALL_STEPS = 15.0, 5.0
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 STRAGGLER = 1.15
@@ -260,39 +258,6 @@ def not_finite(columns: Columns, start: int, end: int) -> np.ndarray:
         bad[known[0] :] |= ~np.isfinite(columns["grad_norm"][known[0] :]) & was_step[known[0] :]
     begins = bad & ~np.append(False, bad[:-1])
     return start + np.flatnonzero(begins[start:end])
-
-
-def spikes(loss: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
-    """Returns (row, median before) of the losses, from row `start`, that stand out above those before.
-
-    Each block of 50 rows is judged by the 300 rows before the block, so that the answer does not depend on how the rows
-    came in, and a spike does not raise its own bar.
-    """
-    blocks = SPIKE_BLOCK * np.arange(max(1, start // SPIKE_BLOCK), -(-len(loss) // SPIKE_BLOCK))
-    medians, bars = np.full(len(blocks), np.nan), np.full(len(blocks), np.nan)
-    whole = blocks >= SPIKE_WINDOW
-    if whole.any():  # a long history has thousands of blocks: all at once
-        before = np.lib.stride_tricks.sliding_window_view(loss, SPIKE_WINDOW)[blocks[whole] - SPIKE_WINDOW]
-        known = np.isfinite(before).all(axis=1)
-        chosen = np.flatnonzero(whole)[known]
-        medians[chosen], bars[chosen] = _median_and_bar(before[known])
-    for i in np.flatnonzero(np.isnan(medians)):
-        before = _finite(loss[max(0, blocks[i] - SPIKE_WINDOW) : blocks[i]])
-        if len(before):
-            medians[i], bars[i] = (float(value[0]) for value in _median_and_bar(before[None]))
-    found = []
-    for block, median, bar in zip(blocks, medians, bars, strict=True):
-        rows = slice(max(start, block), block + SPIKE_BLOCK)
-        high = np.flatnonzero(np.isfinite(loss[rows]) & (loss[rows] - median > bar))
-        found += [(int(rows.start + row), float(median)) for row in high]
-    return found
-
-
-def _median_and_bar(before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each line of losses its median, and how far above that a loss must be to stand out."""
-    medians = np.median(before, axis=1)
-    deviations = np.median(np.abs(before - medians[:, None]), axis=1)
-    return medians, SPIKE_MADS * np.maximum(deviations, 1e-3 * np.abs(medians))
 
 
 def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Alert:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kit.data.dataset import Dataset
 from kit.data.samples import Samples
-from kit.guard import WINDOW, stands_out
 from kit.model import build_decoder
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from kit.spikes import WINDOW, stands_out
 
 SPEC = ModelSpec.llama(
     name="llama-small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=176,
@@ -171,11 +171,11 @@ def _answered(training: SmallTraining, steps: range, answer: Answer, losses: lis
             tokens = torch.randint(0, SPEC.vocab_size, tokens.shape, generator=noise)
         rate = factor * recipe.learning_rate_at(step)
         loss, norm = training.gradients(tokens)
-        out = stands_out(loss, before)
+        out = stands_out(loss, before) or not math.isfinite(loss)
         applied = not (out and answer == "skip")
         if applied:
             training.update(rate)
-        spikes, before = (spikes + 1, before) if out else (0, [*before, loss][-WINDOW:])
+        spikes, before = (spikes + 1 if out else 0), [*before, loss][-WINDOW:]
         if spikes == PATIENCE and answer == "roll back":
             training.restore(saved)
             spikes = 0

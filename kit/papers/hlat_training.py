@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.monitor.alerts import spikes
 from kit.monitor.figure import smooth
 from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import facts
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import finish, mark_demo_scale
+from kit.spikes import spikes
 from kit.style import BLUE, GREY, PURPLE, VERMILION, Rows, figure_style
 
 ARM_COLOURS = ("#555555", BLUE, PURPLE, "#8A7A00", VERMILION)

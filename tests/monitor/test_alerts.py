@@ -12,7 +12,7 @@ from cluster.job import read_status
 from cluster.record import ConfigError
 from cluster.state import JobState
 from kit.monitor import alerts
-from kit.monitor.alerts import Alert, AlertLog, spikes
+from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
 from kit.run import Run
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
@@ -33,18 +33,6 @@ def append(run: Run, step: int, **values: object) -> None:
 
 def test_a_quiet_run_raises_no_alert(tmp_path: Path) -> None:
     assert kinds(Dashboard(recorded_run(tmp_path / "run", steps=2000, planned=5000))) == []
-
-
-def test_planted_spikes_are_found_without_false_alarms() -> None:
-    random = np.random.default_rng(3)
-    steps = np.arange(20_000)
-    loss = 1.9 + 9 * (1 + steps / 200) ** -0.45 + 0.04 * random.normal(size=len(steps))
-    planted = np.sort(random.choice(np.arange(3000, 20_000), size=30, replace=False))
-    loss[planted] += random.uniform(0.7, 2, size=30)
-    assert [row for row, _ in spikes(loss)] == planted.tolist()
-    pieces = [row for start in range(0, 20_000, 777) for row, _ in spikes(loss[: start + 777], start)]
-    assert pieces == planted.tolist(), "in whatever pieces the rows came in"
-    assert spikes(np.full(500, 2.0)) == [] and spikes(np.full(500, np.nan)) == []
 
 
 def test_nan_at_once_and_each_stretch_once(tmp_path: Path) -> None:

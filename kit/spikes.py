@@ -1,0 +1,49 @@
+"""What a loss spike is: the one rule of the guard that answers spikes, the alerts that tell of them, and the figures.
+
+A loss stands out if it is above the median of the 40 finite losses before it by more than 12 of their median absolute
+deviations (8 standard deviations of Gaussian noise), and by more than 1.2 %. Median and deviation, unlike mean and
+variance, hold while up to half of those before are spikes themselves. The window is short because the loss falls:
+over 300 steps the fall itself makes the deviation, and in simulated training (a power law with 2 % noise) no spike of
+15 standard deviations was found before step 1,000, where 40 steps find two in three at step 350 and all from 1,000 on.
+False alarms do not tell them apart: none in 200,000 steps of Gaussian noise, and with the heavy tails of Student's t of
+5 degrees of freedom 18 and 12 in 100,000. No torch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MADS = 12.0
+FLOOR = 1e-3
+"""Of the median: the least deviation, so that a loss that is almost constant is not judged by its last digits."""
+WINDOW = 40
+
+
+def stands_out(loss: float, before: Sequence[float]) -> bool:
+    """Returns whether a loss is a spike beside the last `WINDOW` finite losses before it; False beside fewer."""
+    known = [value for value in before if np.isfinite(value)][-WINDOW:]
+    return len(known) == WINDOW and bool(loss > _medians_and_bars(np.array([known]))[1][0])
+
+
+def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
+    """Returns (row, median before) of the losses from row `start` on that stand out; infinite ones are none."""
+    rows = np.flatnonzero(np.isfinite(losses))
+    first = max(WINDOW, int(np.searchsorted(rows, start)))
+    if first >= len(rows):
+        return []
+    before = np.lib.stride_tricks.sliding_window_view(losses[rows[first - WINDOW : -1]], WINDOW)
+    medians, bars = _medians_and_bars(before)
+    high = np.flatnonzero(losses[rows[first:]] > bars)
+    return [(int(rows[first + i]), float(medians[i])) for i in high]
+
+
+def _medians_and_bars(before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns for each line of losses its median, and above what a loss stands out beside them."""
+    medians = _medians(before)
+    deviations = _medians(np.abs(before - medians[:, None]))
+    return medians, medians + MADS * np.maximum(deviations, FLOOR * np.abs(medians))
+
+
+def _medians(lines: np.ndarray) -> np.ndarray:
+    ordered = np.sort(lines, axis=1)  # ten times as fast as numpy.median for lines this short
+    return (ordered[:, WINDOW // 2 - 1] + ordered[:, WINDOW // 2]) / 2
