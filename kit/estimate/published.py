@@ -1,18 +1,18 @@
 """Published runs: measured step times and out-of-memory labels, one typed row each with its source.
 
-Any CSV of the same columns is read by the same code, and rows that contradict themselves or physics are refused with
-the reason: in this field a wrong batch or FLOP count is more common than a bad model. No torch.
+Any CSV of the same columns (`data/README.md`) is read by the same code, and rows that contradict themselves or physics
+are refused with the reason: in this field a wrong batch or FLOP count is more common than a bad model. No torch.
 """
 
 import csv
 import dataclasses
 import os
-import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError
+from cluster.record import ConfigError, suggestion
 from kit.estimate.layouts import RECOMPUTE
 from kit.estimate.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.spec import FlopBasis, ModelSpec
@@ -20,12 +20,20 @@ from kit.spec import FlopBasis, ModelSpec
 __all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read", "step_times"]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
-COLUMNS = (
-    "source", "system", "gpu", "peak_tflops_bf16", "gpus", "model", "params_b", "layers", "hidden", "ffn_hidden",
-    "heads", "kv_heads", "vocab", "seq", "tp", "pp", "virtual_stages", "cp", "dp", "zero_stage", "micro_batch",
-    "global_batch", "recompute", "precision", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "note",
+REQUIRED = ("source", "system", "gpu", "model", "precision")
+LAYOUT = ("gpus", "layers", "hidden", "heads", "seq", "tp", "pp", "global_batch")
+"""Columns of numbers; a row that leaves one of these open is left out."""
+NUMBERS = (
+    *LAYOUT, "peak_tflops_bf16", "ffn_hidden", "kv_heads", "vocab", "virtual_stages", "cp", "dp", "zero_stage",
+    "micro_batch", "flash_attention", "gradient_bytes", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "memory_gb",
 )  # fmt: skip
-REQUIRED = ("source", "gpu", "gpus", "layers", "hidden", "heads", "seq", "global_batch")
+FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel", "overlap")
+WORDS = {
+    "kind": ("measured", "oom"), "status": ("read", "mixed", "derived", "recalled", "secondary"),
+    "basis": tuple(basis.value for basis in Basis), "recompute": RECOMPUTE, **dict.fromkeys(FLAGS, ("yes", "no")),
+}  # fmt: skip
+MAY_BE_OPEN = {"recompute": "recompute", "flash_attention": "flash_attention", "micro_batch": "micro_batch_size"}
+"""Columns for which a usual value is assumed, and the fields of PublishedRun that have it then."""
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
 """Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on GB200, 6 on GB300)."""
 NEVER_SEEN = 0.92
@@ -66,9 +74,11 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], list[t
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV ({error}).") from error
     present = set(rows[0]) if rows else set()
-    missing = [column for column in COLUMNS if column not in present]
+    missing = [column for column in (*REQUIRED, *LAYOUT) if column not in present]
     if missing:
-        raise ConfigError(f"{path}: columns {', '.join(missing)} are missing. Needed: {', '.join(COLUMNS)}.")
+        raise ConfigError(
+            f"{path}: columns {', '.join(missing)} are missing. Needed: {', '.join((*REQUIRED, *LAYOUT))}."
+        )
     runs, refused = [], []
     for line, row in enumerate(rows, start=2):
         try:
@@ -83,100 +93,83 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], list[t
 
 def _run(row: dict[str, str]) -> PublishedRun | None:
     """Returns the typed run of one CSV row, None where the source leaves the layout open."""
-    number = {column: _number(row, column) for column in COLUMNS[3:20] if column != "model"}
-    number |= {column: _number(row, column) for column in ("micro_batch", "global_batch", *COLUMNS[24:28])}
-    fields = dict(re.findall(r"(\w+)=([^|;]*)", row["note"] or ""))
-    if any(not row[name] for name in REQUIRED) or number["tp"] is None or number["pp"] is None:
+    x: dict[str, Any] = (
+        row | {name: _number(row, name) for name in NUMBERS} | {name: _word(row, name) for name in WORDS}
+    )
+    if not (x["source"] and x["gpu"]) or any(x[name] is None for name in LAYOUT):
         return None
-    basis = Basis(match[0]) if (match := re.match("|".join(b.value for b in Basis), fields.get("basis", ""))) else None
-    flags, assumed = _kernels(row, fields)
-    degrees = _degrees(number, assumed)
     run = PublishedRun(
-        source=row["source"], system=row["system"], device=row["gpu"], stack=_stack(row),
-        kind="oom" if fields.get("kind") == "oom" else "measured", status=fields.get("status", "read"),
-        basis=basis or Basis.UNKNOWN, precision=row["precision"] or "bf16", spec=_spec(row, number),
-        peak_flops_per_s=None if number["peak_tflops_bf16"] is None else number["peak_tflops_bf16"] * 1e12,
-        memory_bytes=_memory(row["note"]), note=row["note"], **degrees, **flags, assumed=tuple(assumed),
+        source=x["source"], system=x["system"], device=x["gpu"], stack=_stack(x["source"], x["system"]),
+        kind=x["kind"] or "measured", status=x["status"] or "read", basis=Basis(x["basis"] or "unknown"),
+        precision=x["precision"] or "bf16", peak_flops_per_s=_times(x["peak_tflops_bf16"], 1e12), spec=_spec(x),
+        **_degrees(x), **_kernels(x), memory_bytes=_times(x["memory_gb"], 1e9), note=x.get("note") or "",
+        assumed=tuple(field for column, field in MAY_BE_OPEN.items() if x[column] is None),
     )  # fmt: skip
     if run.kind == "measured":
-        seconds = number["seconds_per_iter"] or _derived_seconds(run, number)
+        seconds = x["seconds_per_iter"] or _derived_seconds(run, x)
         if seconds is None:
             return None
         run = dataclasses.replace(run, step_time_s=seconds)
-    _check(run, number)
+    _check(run, x)
     return run
 
 
-def _degrees(number: dict[str, float | None], assumed: list[str]) -> dict[str, int]:
-    tp, pp, cp = (int(number[name] or 1) for name in ("tp", "pp", "cp"))
-    gpus = int(number["gpus"] or 0)
-    if gpus % (tp * pp * cp):
+def _degrees(x: dict[str, Any]) -> dict[str, int]:
+    tp, pp, cp, gpus = (int(x[name] or 1) for name in ("tp", "pp", "cp", "gpus"))
+    dp, left = divmod(gpus, tp * pp * cp)
+    if left:
         raise ConfigError(f"gpus: {gpus} is no multiple of tp {tp} x pp {pp} x cp {cp} = {tp * pp * cp}.")
-    dp = gpus // (tp * pp * cp)
-    if number["dp"] is not None and number["dp"] != dp:
-        raise ConfigError(f"dp: {number['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}.")
-    if number["micro_batch"] is None:
-        assumed.append("micro_batch_size")
+    if x["dp"] not in (None, dp):
+        raise ConfigError(f"dp: {x['dp']:.0f} x tp {tp} x pp {pp} x cp {cp} is not {gpus} gpus. Expected {dp}.")
     return dict(
         tensor_parallel=tp, pipeline_parallel=pp, context_parallel=cp, data_parallel=dp,
-        virtual_stages=int(number["virtual_stages"] or 1), zero_stage=int(number["zero_stage"] or 0),
-        micro_batch_size=int(number["micro_batch"] or 1), global_batch_size=int(number["global_batch"] or 0),
+        virtual_stages=int(x["virtual_stages"] or 1), zero_stage=int(x["zero_stage"] or 0),
+        micro_batch_size=int(x["micro_batch"] or 1), global_batch_size=int(x["global_batch"]),
     )  # fmt: skip
 
 
-def _spec(row: dict[str, str], number: dict[str, float | None]) -> ModelSpec:
-    hidden, heads = int(number["hidden"] or 0), int(number["heads"] or 0)
-    ffn = int(number["ffn_hidden"] or 4 * hidden)
-    llama = "llama" in row["model"].lower() or ffn != 4 * hidden
-    shapes = dict(
-        name=row["model"], num_layers=int(number["layers"] or 0), hidden_size=hidden, num_heads=heads,
-        num_kv_heads=int(number["kv_heads"] or heads), ffn_hidden_size=ffn, vocab_size=int(number["vocab"] or 51_200),
-        sequence_length=int(number["seq"] or 0),
+def _spec(x: dict[str, Any]) -> ModelSpec:
+    hidden, ffn = int(x["hidden"]), int(x["ffn_hidden"] or 4 * x["hidden"])
+    family = ModelSpec.llama if _is_llama(x) or ffn != 4 * hidden else ModelSpec.gpt
+    return family(
+        name=x["model"], num_layers=int(x["layers"]), hidden_size=hidden, num_heads=int(x["heads"]),
+        num_kv_heads=int(x["kv_heads"] or x["heads"]), ffn_hidden_size=ffn, vocab_size=int(x["vocab"] or 51_200),
+        sequence_length=int(x["seq"]),
     )  # fmt: skip
-    return ModelSpec.llama(**shapes) if llama else ModelSpec.gpt(**shapes)
 
 
-def _kernels(row: dict[str, str], fields: dict[str, str]) -> tuple[dict, list[str]]:
-    """Returns (which kernels ran, names of what had to be assumed)."""
-    assumed, note = [], row["note"] or ""
-    kernel, recompute = fields.get("kernel", "").strip(), row["recompute"].split("-")[0]
-    if recompute not in RECOMPUTE:
-        recompute = "none"
-        assumed.append("recompute")
-    gated = "llama" in row["model"].lower()
-    if kernel:
-        flash = 0 if kernel in ("torch", "fused") else 1 if "v1" in kernel or kernel == "flash_attention" else 2
-    elif "FA1" in note or "FA2" in note or "Dash" in row["source"]:
-        flash = 1 if "FA1" in note else 2
-    else:  # scores were written out as long as recomputation was the way to save their memory
-        flash = 0 if recompute != "none" and not gated and row["zero_stage"] != "3" else 2
-        assumed.append("flash_attention")
-    if row["gpu"].startswith("Trainium"):
-        flash = 0
-    sequence_parallel = fields.get("sequence_parallel", "").strip().startswith("True") or "sequence parallelism" in note
-    sequence_parallel = sequence_parallel and "no sequence parallel" not in note
-    values = dict(
-        recompute=recompute, flash_attention=flash, sequence_parallel=sequence_parallel,
-        fused_norm="RMS" in kernel if kernel else True, fused_softmax=kernel != "torch",
-        overlap="TP overlap" in note,
-        # Megatron sums bf16 gradients in fp32; GPT-NeoX reduces them as they are (22B on 2 GCDs would not fit else).
-        gradient_bytes=2 if row["precision"] == "fp16" or "NeoX" in note else 4,
+def _is_llama(x: dict[str, Any]) -> bool:
+    return "llama" in x["model"].lower()
+
+
+def _kernels(x: dict[str, Any]) -> dict[str, Any]:
+    """Returns which kernels ran, or what is likely where the source does not say."""
+    recompute, flash = x["recompute"] or "none", x["flash_attention"]
+    if flash is None:
+        # Scores were written out as long as recomputation was the way to save their memory, and always on Trainium.
+        saves = recompute != "none" and not _is_llama(x) and x["zero_stage"] != 3
+        flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
+    return dict(
+        recompute=recompute, flash_attention=int(flash), fused_norm=x["fused_norm"] != "no",
+        fused_softmax=x["fused_softmax"] != "no", sequence_parallel=x["sequence_parallel"] == "yes",
+        overlap=x["overlap"] == "yes",
+        # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
+        gradient_bytes=int(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )  # fmt: skip
-    return values, assumed
 
 
-def _derived_seconds(run: PublishedRun, number: dict[str, float | None]) -> float | None:
+def _derived_seconds(run: PublishedRun, x: dict[str, Any]) -> float | None:
     """Returns seconds per step from MFU or FLOP/s, in the basis the source states."""
-    if number["mfu"]:
-        rate, basis = number["mfu"] * (run.peak_flops_per_s or 0), FlopBasis.MODEL
-    elif number["tflops_per_gpu"] and run.basis in FLOP_BASIS:
-        rate, basis = number["tflops_per_gpu"] * 1e12, FLOP_BASIS[run.basis]
+    if x["mfu"]:
+        rate, basis = x["mfu"] * (run.peak_flops_per_s or 0), FlopBasis.MODEL
+    elif x["tflops_per_gpu"] and run.basis in FLOP_BASIS:
+        rate, basis = x["tflops_per_gpu"] * 1e12, FLOP_BASIS[run.basis]
     else:
         return None
     return run.tokens_per_step * run.spec.flops_per_token(basis) / (rate * run.num_devices) if rate else None
 
 
-def _check(run: PublishedRun, number: dict[str, float | None]) -> None:
+def _check(run: PublishedRun, x: dict[str, Any]) -> None:
     """Refuses batches that do not divide, utilisations above 1, and rates above what any matrix product reached."""
     sequences = run.micro_batch_size * run.data_parallel
     if run.global_batch_size % sequences:
@@ -187,10 +180,10 @@ def _check(run: PublishedRun, number: dict[str, float | None]) -> None:
     if run.spec.num_layers + 2 < run.pipeline_parallel * run.virtual_stages:  # embedding and loss may have a stage
         raise ConfigError(f"pp: {run.pipeline_parallel} x {run.virtual_stages} stages of {run.spec.num_layers} layers.")
     for name in ("mfu", "hfu"):
-        value = number[name]
+        value = x[name]
         if value is not None and not 0 < value <= 1:
             raise ConfigError(f"{name}: {value} is not a fraction from 0 to 1. 38 % is 0.38; above 1 is impossible.")
-    rates = [run.flops_per_s(), number["tflops_per_gpu"] and number["tflops_per_gpu"] * 1e12]
+    rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
     if run.recompute == "full":  # what the device executes, where the source has no FLOP/s of its own
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
@@ -215,24 +208,30 @@ def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
     return peak * speedup * NEVER_SEEN, f"{NEVER_SEEN:.0%} of the peak, which no published matrix product passes"
 
 
-def _stack(row: dict[str, str]) -> str:
+def _stack(source: str, system: str) -> str:
     """Returns source and machine, without page or version: rows that share one software stack."""
-    return f"{row['source'].split('(')[0].split(' arXiv')[0].strip()}, {row['system']}"
+    return f"{source.split('(')[0].split(' arXiv')[0].strip()}, {system}"
 
 
-def _memory(note: str | None) -> float | None:
-    match = re.search(r"\bmem (\d+) ?GB", note or "")
-    return float(match[1]) * 1e9 if match else None
+def _times(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
+def _word(row: dict[str, str], column: str) -> str | None:
+    word = (row.get(column) or "").strip()
+    if word and word not in WORDS[column]:
+        raise ConfigError(f"{column}: {word!r} is not known. {suggestion(word, WORDS[column])} Or leave it empty.")
+    return word or None
 
 
 def _number(row: dict[str, str], column: str) -> float | None:
-    text = (row[column] or "").strip()
+    text = (row.get(column) or "").strip()
     if not text or text == "-":
         return None
     try:
         value = float(text)
     except ValueError:
         raise ConfigError(f"{column}: {text!r} is not a number.") from None
-    if not np.isfinite(value) or value < 0 or (value == 0 and column != "zero_stage"):
+    if not np.isfinite(value) or value < 0 or (value == 0 and column not in ("zero_stage", "flash_attention")):
         raise ConfigError(f"{column}: {text} is not allowed. Give a finite number above 0, or leave it empty.")
     return value

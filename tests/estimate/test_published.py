@@ -15,7 +15,7 @@ GOOD = dict(
     params_b="", layers="96", hidden="12288", ffn_hidden="49152", heads="96", kv_heads="96", vocab="51200", seq="2048",
     tp="4", pp="16", virtual_stages="", cp="", dp="2", zero_stage="1", micro_batch="1", global_batch="320",
     recompute="full", precision="fp16", seconds_per_iter="196.09", tflops_per_gpu="37.4", mfu="", hfu="",
-    note="kind=measured|status=derived|basis=hw",
+    kind="measured", status="derived", basis="hw", flash_attention="1", overlap="", memory_gb="", note="",
 )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def write(tmp_path):
     def write(*changes):
         file = tmp_path / "rows.csv"
         with file.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, published.COLUMNS)
+            writer = csv.DictWriter(stream, GOOD)
             writer.writeheader()
             writer.writerows([GOOD | change for change in changes])
         return file
@@ -91,6 +91,8 @@ def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
         (dict(seconds_per_iter="0.19609"), "TFLOP/s per device is above"),
         (dict(tflops_per_gpu="37400"), "the unit"),
         (dict(heads="95"), "num_heads"),
+        (dict(recompute="ful"), "recompute: 'ful' is not known. Did you mean 'full'"),
+        (dict(overlap="maybe"), "overlap: 'maybe' is not known"),
         (dict(pp="64", tp="1", layers="32"), "64 x 1 stages of 32 layers"),
     ],
 )
@@ -106,10 +108,20 @@ def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
     assert len(runs) == 1 and [line for line, _ in refused] == [3]
 
 
+def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
+    note = "kernel=torch; sequence parallelism; TP overlap; mem 12GB"  # words of a source, which say nothing here
+    run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
+    assert (run.flash_attention, run.overlap, run.sequence_parallel, run.fused_softmax) == (1, True, False, True)
+    assert run.memory_bytes == 31.5e9 and run.assumed == () and run.note == note
+    run = published.load(write(dict(flash_attention="", recompute="", micro_batch="")))[0]
+    assert set(run.assumed) == {"flash_attention", "recompute", "micro_batch_size"}
+    assert (run.flash_attention, run.recompute, run.micro_batch_size) == (2, "none", 1)
+
+
 def test_seconds_follow_from_mfu_or_from_flops_in_their_basis(write):
     change = dict(seconds_per_iter="", tflops_per_gpu="", mfu="0.1468")
     assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
-    change = dict(seconds_per_iter="", note="kind=measured|basis=hw")
+    change = dict(seconds_per_iter="", status="")
     assert published.load(write(change))[0].step_time_s == pytest.approx(196.1, rel=0.002)
 
 

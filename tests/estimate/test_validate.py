@@ -9,7 +9,7 @@ from cluster.record import ConfigError
 from kit.estimate import fitting, validate
 from kit.estimate.fitting import Prior
 from kit.estimate.hardware import GUESS, NAMES, Coefficients
-from kit.estimate.published import COLUMNS, FILE
+from kit.estimate.published import FILE
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everyt
 
 def write(file, rows):
     with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS)
+        writer = csv.DictWriter(stream, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     return file
