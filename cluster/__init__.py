@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from cluster.state import JobError as JobError
     from cluster.state import JobState as JobState
     from cluster.state import StaleAttemptError as StaleAttemptError
+    from cluster.submission import submit as submit
 
 _MODULES = {
     "job": ("Job", "JobSpec", "JobStatus"),
     "record": ("ConfigError",),
     "site": ("Fact", "Site"),
     "state": ("JobError", "JobState", "StaleAttemptError"),
+    "submission": ("submit",),
 }
 _BACKENDS = ("kubernetes", "local", "slurm")
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,10 +1,13 @@
 """Attempts: which process or scheduler job owns a run directory, one after the other. Standard library only."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.process import Process
+from cluster.record import write_atomic
 from cluster.state import (
     JobError,
     JobState,
@@ -16,6 +19,9 @@ from cluster.state import (
     record_event,
 )
 from cluster.status import is_alive, read_status
+
+Files = Mapping[str, str | None]
+"""Texts by the name of their file in the run directory; None: the file is to go."""
 
 
 def claim_attempt(run_dir: Path) -> int:
@@ -30,6 +36,46 @@ def claim_attempt(run_dir: Path) -> int:
     with locked(run_dir):
         refuse_live(run_dir)
         return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path, files: Files) -> Iterator[int]:
+    """Claims the next attempt for a block that starts its job, writes its files, and yields its number.
+
+    A block that raises has started nothing, so the directory is then put back as it was, requests and all.
+
+    Raises:
+        JobError: a job is live in this directory.
+    """
+    with new_folders(run_dir, run_dir / "logs", run_dir / "control"):
+        written = [run_dir / name for name in (*files, "state.json", "exit.json", "history.jsonl", ".state.lock")]
+        before = {file: file.read_bytes() for file in [*written, *_requests(run_dir)] if file.is_file()}
+        attempt = claim_attempt(run_dir)
+        try:
+            for name, text in files.items():
+                if text is None:
+                    (run_dir / name).unlink(missing_ok=True)
+                else:
+                    write_atomic(run_dir / name, text)
+            yield attempt
+        except Exception:
+            _put_back(run_dir, before, [*written, *_requests(run_dir)], attempt)
+            raise
+
+
+@contextlib.contextmanager
+def new_folders(*folders: Path) -> Iterator[None]:
+    """Makes folders with their parents; if the block raises, those that are new and empty are taken away again."""
+    new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in sorted(new, reverse=True):  # deepest first
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def refuse_live(run_dir: Path) -> None:
@@ -86,10 +132,24 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         return _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
 
 
+def _requests(run_dir: Path) -> list[Path]:
+    return list((run_dir / "control").glob("*"))
+
+
+def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], attempt: int) -> None:
+    """Gives files the content that they had, and removes those that were not there, with the logs of an attempt."""
+    for file, content in before.items():
+        if not file.is_file() or file.read_bytes() != content:
+            write_atomic(file, content)
+    new = [file for file in written if file not in before]
+    for file in [*new, *(run_dir / "logs").glob(f"attempt_{attempt:02d}_*")]:
+        file.unlink(missing_ok=True)
+
+
 def _begin(run_dir: Path, state: RunState) -> int:
     attempt = last_attempt(run_dir) + 1
     (run_dir / "control").mkdir(exist_ok=True)  # so that `touch RUN/control/request_stop` works from the start
-    for left_over in (run_dir / "control").iterdir():
+    for left_over in _requests(run_dir):
         left_over.unlink(missing_ok=True)
     begun = state.replace(attempt=attempt)
     begun.write(run_dir / "state.json")

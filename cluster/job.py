@@ -217,6 +217,7 @@ class Job:
         """Starts the next attempt: of an ended job at once, of a running one after ending it as `cancel` does.
 
         Raises:
+            ConfigError: the job cannot be started again; nothing was ended.
             JobError: the running attempt does not end, or the scheduler refuses.
         """
         state = read_state(self.run_dir)
@@ -226,6 +227,7 @@ class Job:
             return
         from cluster import local
 
+        local.check(self.spec)
         self.cancel()
         try:
             self.wait(timeout_s)

@@ -11,15 +11,14 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.attempts import claim_attempt, hand_over
+from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.kubernetes_client import Cluster
 from cluster.manifest import INSTANCE, STOPPED_CODE, kubernetes_table, manifest_text, manifests
 from cluster.poll import POLLER, Look
-from cluster.record import write_atomic
 from cluster.render import check, check_submittable
 from cluster.site import Site
-from cluster.state import JobError, JobState, SchedulerJob, read_state, update_state, write_end
+from cluster.state import JobError, JobState, SchedulerJob, last_attempt, read_state, update_state, write_end
 
 GONE_WAIT_S = 900.0
 HOPELESS = (
@@ -31,32 +30,36 @@ HOPELESS = (
 )
 
 
-def submit(job: JobSpec, site: Site) -> Job:
+def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to the cluster of the current context and returns its handle.
 
     The run directory gets `job.json`, `site.json` and `submit.yaml`, which is what was sent.
 
+    Args:
+        job: what to run.
+        site: where.
+        files: of whoever submits, for the run directory; written when only the cluster can refuse the job any more.
+
     Raises:
-        ConfigError: the job cannot run on this site; nothing was written.
+        ConfigError: the job cannot run on this site.
         JobError: a job is live in this run directory, the client is missing, or the cluster refuses, with its words.
+        In each case the run directory is as it was before.
     """
+    namespace, cluster = _check(job, site)
+    run_dir = Path(job.run_dir)
+    text = manifest_text(job, site, attempt=last_attempt(run_dir) + 1)
+    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), "submit.yaml": text}
+    with claimed(run_dir, kept) as attempt:
+        name = cluster.create(manifests(job, site, attempt), namespace)
+    hand_over(run_dir, attempt, SchedulerJob(scheduler="kubernetes", id=name, config=f"{cluster.context}/{namespace}"))
+    return Job.attach(run_dir)
+
+
+def _check(job: JobSpec, site: Site) -> tuple[str, Cluster]:
     check(job, site)
     check_submittable(site)
     manifests(job, site)
-    namespace, cluster = kubernetes_table(site).namespace, Cluster()
-    run_dir = Path(job.run_dir)
-    attempt = claim_attempt(run_dir)
-    try:
-        (run_dir / "logs").mkdir(exist_ok=True)
-        job.write(run_dir / "job.json")
-        site.write(run_dir / "site.json")
-        write_atomic(run_dir / "submit.yaml", manifest_text(job, site, attempt))
-        name = cluster.create(manifests(job, site, attempt), namespace)
-    except (JobError, OSError) as error:
-        write_end(run_dir, attempt=attempt, rc=1, reason=str(error))
-        raise
-    hand_over(run_dir, attempt, SchedulerJob(scheduler="kubernetes", id=name, config=f"{cluster.context}/{namespace}"))
-    return Job.attach(run_dir)
+    return kubernetes_table(site).namespace, Cluster()
 
 
 def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
@@ -90,8 +93,11 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
     """Starts the next attempt; the pods of a running one are ended first, and saw the request to stop.
 
     Raises:
+        ConfigError: the job cannot run on its site; nothing was ended.
         JobError: the cluster refuses or does not answer, or the pods do not end.
     """
+    site = Site.read(job.run_dir / "site.json")
+    _check(job.spec, site)
     cancel(scheduler_job)
     deadline = time.monotonic() + GONE_WAIT_S
     context, namespace = _place(scheduler_job)
@@ -101,7 +107,7 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
             raise JobError(f"pods of {name} are still there after {GONE_WAIT_S:.0f} s. Look with kubectl get pods.")
         time.sleep(1.0)
     POLLER.forget(scheduler_job)
-    submit(job.spec, Site.read(job.run_dir / "site.json"))
+    submit(job.spec, site)
 
 
 def judge(item: dict | None, pods: list[dict]) -> Look:

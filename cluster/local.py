@@ -1,11 +1,13 @@
 """Runs a job on this machine: one process per device, under a supervisor that outlives whoever submitted it."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from cluster.attempts import Files
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
 from cluster.state import JobError
@@ -14,28 +16,35 @@ MAX_PROCESSES = 256
 PACKAGE_ROOT = Path(__file__).parent.parent
 
 
-def submit(job: JobSpec) -> Job:
+def submit(job: JobSpec, files: Files | None = None) -> Job:
     """Starts a job on this machine and returns its handle once its processes are started.
 
     The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by hand. The processes
     inherit the environment of the caller; `job.environment` wins. See `cluster.local_supervisor` for what they find
     in it. The job goes on when the caller ends.
 
+    Args:
+        job: what to run.
+        files: of whoever submits, for the run directory; written when nothing refuses the job any more.
+
     Raises:
         ConfigError: the command or the working directory does not exist, or one machine cannot run so many processes.
         JobError: a job is live in this run directory, or the processes could not be started.
+        In each case the run directory is as it was before.
     """
-    _check(job)
+    check(job)
     started = subprocess.run(
         [sys.executable, "-m", "cluster.local_supervisor", "--submit", job.run_dir],
-        input=job.to_json(), text=True, capture_output=True, cwd=PACKAGE_ROOT, start_new_session=True,
+        input=json.dumps({"job": job.to_dict(), "files": dict(files or {})}), text=True, encoding="utf-8",
+        capture_output=True, cwd=PACKAGE_ROOT, start_new_session=True,
     )  # fmt: skip
     if started.returncode:
         raise JobError(started.stderr.strip())
     return Job.attach(job.run_dir)
 
 
-def _check(job: JobSpec) -> None:
+def check(job: JobSpec) -> None:
+    """Returns nothing if this machine can start the job; raises as `submit`."""
     if job.num_nodes != 1:
         raise ConfigError(f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another site.")
     if job.num_processes > MAX_PROCESSES:

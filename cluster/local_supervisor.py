@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine, watches them, and records the truth about their end.
 
     python -m cluster.local_supervisor RUN_DIR             start the next attempt in the foreground
-    python -m cluster.local_supervisor --submit RUN_DIR    the same in the background, for the JobSpec on standard input
+    python -m cluster.local_supervisor --submit RUN_DIR    in the background, the job and the files on standard input
 
 Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, writes exit.json.
 Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills what is left: all
@@ -27,12 +27,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.attempts import claim_attempt
+from cluster.attempts import claim_attempt, claimed
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.job import JobSpec
 from cluster.local import PACKAGE_ROOT
 from cluster.process import Process
-from cluster.record import ConfigError, write_atomic
+from cluster.record import ConfigError
 from cluster.state import (
     JobError,
     JobState,
@@ -61,18 +61,20 @@ class Outcome:
 def main() -> int:
     """Returns 0 when all ranks (or, with --submit, their start) succeeded."""
     parser = argparse.ArgumentParser(prog="python -m cluster.local_supervisor", description="Run a job here.")
-    parser.add_argument("--submit", action="store_true", help="read a JobSpec from standard input; do not wait")
+    parser.add_argument("--submit", action="store_true", help="read a job and its files from standard input")
     parser.add_argument("run_dir", type=Path)
     options = parser.parse_args()
     run_dir = options.run_dir.absolute()
     try:
-        job = JobSpec.from_json(sys.stdin.read()) if options.submit else JobSpec.read(run_dir / "job.json")
-        attempt = claim_attempt(run_dir)
-        (run_dir / "logs").mkdir(exist_ok=True)
-        job.write(run_dir / "job.json")
-        write_atomic(run_dir / "submit.sh", render_script(job))
         if options.submit:
-            return start_in_background(run_dir, job, attempt)
+            sent = json.load(sys.stdin)
+            job = JobSpec.from_dict(sent["job"])
+            files = {**sent["files"], "job.json": job.to_json(), "submit.sh": render_script(job)}
+            with claimed(run_dir, files) as attempt:
+                start_in_background(run_dir, job, attempt)
+            return 0
+        job, attempt = JobSpec.read(run_dir / "job.json"), claim_attempt(run_dir)
+        (run_dir / "logs").mkdir(exist_ok=True)
         return guard(lambda: supervise(run_dir, job, attempt, started=lambda: 0))
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
@@ -91,13 +93,16 @@ def render_script(job: JobSpec) -> str:
     )
 
 
-def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> int:
-    """Returns 0 as soon as all ranks are started under a guard that no longer depends on the caller."""
+def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
+    """Returns as soon as all ranks are started under a guard that no longer depends on the caller.
+
+    Raises:
+        JobError: not all of them could be started; none is left.
+    """
     reader, writer = os.pipe()
+    said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     if os.fork() == 0:
-        log = os.open(
-            run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND
-        )
+        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
@@ -105,11 +110,10 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> int:
         exit_with(lambda: guard(lambda: supervise(run_dir, job, attempt, started=lambda: os.write(writer, b"started"))))
     os.close(writer)
     if os.read(reader, 16) == b"started":  # empty when guard and supervisor have ended without a word
-        return 0
+        return
     report = read_exit(run_dir)
-    reason = report.reason if report and report.attempt == attempt else "see logs/ for what its supervisor said"
-    print(f"{run_dir}: attempt {attempt} could not be started: {reason}", file=sys.stderr)
-    return 2
+    reason = report.reason if report and report.attempt == attempt else log_tail(said)
+    raise JobError(f"{run_dir}: attempt {attempt} could not be started: {reason}")
 
 
 def guard(supervisor: Callable[[], int]) -> int:

@@ -166,13 +166,13 @@ def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
     return f"<table><thead><tr><th colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
 
 
-def write_atomic(file: Path, text: str) -> None:
-    """Replaces `file` by `text` in one step: a reader sees the old or the new content, never a part of it."""
+def write_atomic(file: Path, content: str | bytes) -> None:
+    """Replaces what a file holds in one step: a reader sees the old or the new content, never a part of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, file)
     except BaseException:

@@ -11,48 +11,48 @@ from collections import Counter
 from pathlib import Path
 
 from cluster import preflight
-from cluster.attempts import claim_attempt, hand_over
+from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
-from cluster.record import write_atomic
 from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.slurm_queries import look as look
 from cluster.slurm_queries import slurm_command
-from cluster.state import JobError, SchedulerJob, read_history, write_end
+from cluster.state import JobError, SchedulerJob, read_history
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
 
 
-def submit(job: JobSpec, site: Site) -> Job:
+def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to Slurm and returns its handle.
 
     The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The job inherits the
     environment of the caller, so secrets are exported there and never written.
 
+    Args:
+        job: what to run.
+        site: where.
+        files: of whoever submits, for the run directory; written when nothing but Slurm can refuse the job any more.
+
     Raises:
-        ConfigError: the job cannot run on this site; nothing was written.
+        ConfigError: the job cannot run on this site.
         JobError: a job is live in this run directory, or Slurm refuses, with its words.
+        In each case the run directory is as it was before.
     """
     texts = scripts(job, site)
     check_submittable(site)
     preflight.check(job, site)
-    run_dir = Path(job.run_dir)
-    attempt, job_id = claim_attempt(run_dir), ""
-    try:
-        (run_dir / "logs").mkdir(exist_ok=True)
-        job.write(run_dir / "job.json")
-        site.write(run_dir / "site.json")
-        for name, text in texts.items():
-            write_atomic(run_dir / name, text)
-        for name in texts:
-            job_id = _sbatch(run_dir, name, after=job_id)
-    except (JobError, OSError) as error:
-        if job_id:  # what was to compile ahead for the job that was refused
-            with contextlib.suppress(JobError):
-                cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
-        write_end(run_dir, attempt=attempt, rc=1, reason=str(error))
-        raise
+    run_dir, job_id = Path(job.run_dir), ""
+    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **texts}
+    with claimed(run_dir, kept) as attempt:
+        try:
+            for name in texts:
+                job_id = _sbatch(run_dir, name, after=job_id)
+        except (JobError, OSError):
+            if job_id:  # what was to compile ahead for the job that was refused
+                with contextlib.suppress(JobError):
+                    cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
+            raise
     hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
     return Job.attach(run_dir)
 

@@ -203,6 +203,7 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S,
             env=client_environment(config), stdin=subprocess.DEVNULL, cwd=cwd,
+            start_new_session=True,  # Ctrl-C in a terminal must not reach an sbatch that is half done
         )  # fmt: skip
     except FileNotFoundError as error:
         raise JobError(f"{words[0]} is not installed here. Submit from a login node of the cluster.") from error

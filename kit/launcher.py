@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cluster
-from cluster.attempts import refuse_live
+from cluster.attempts import new_folders, refuse_live
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
 from kit.checkpoint import Checkpoints
 from kit.engines import check_engine
-from kit.engines.configuration import write_configuration
+from kit.engines.configuration import FILES as ENGINE_FILES
+from kit.engines.configuration import configuration_files
 from kit.engines.neuron_config import job_environment
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.guard import check_guard
@@ -55,7 +56,7 @@ def launch(
     check_guard(recipe, plan)
     check_data(spec, plan, recipe)
     with _alone(Path(directory).expanduser().resolve()):
-        run = Run.create(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         run.checkpoints.check_space(spec)
         newest = _newest_whole(run.checkpoints)
         if newest is not None and newest >= recipe.num_steps:
@@ -82,15 +83,10 @@ def resume(
 
 
 def submit(run: Run, time_limit_s: float | None = None) -> Run:
-    """Starts the job of a prepared run on its site and returns the run."""
-    job = job_spec(run, time_limit_s)
-    write_configuration(run)
-    if run.site.scheduler == "slurm":
-        cluster.slurm.submit(job, run.site)
-    elif run.site.scheduler == "kubernetes":
-        cluster.kubernetes.submit(job, run.site)
-    else:
-        cluster.local.submit(job)
+    """Starts the job of a prepared run on its site and returns the run; what was asked is written with the job."""
+    told = configuration_files(run.spec, run.plan, run.recipe)
+    of_another_engine = dict.fromkeys({*ENGINE_FILES} - told.keys())  # which an earlier plan had
+    cluster.submit(job_spec(run, time_limit_s), run.site, {**of_another_engine, **told, **run.asked()})
     return run
 
 
@@ -115,15 +111,15 @@ def _alone(directory: Path) -> Iterator[None]:
         RunError: the directory cannot be written, or another launch is at it.
         JobError: a job is live in it.
     """
-    is_new = not directory.exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-        handle = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise RunError(f"{directory} cannot be written: {error.strerror}. Use another run directory.") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(new_folders(directory))
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+            handle = os.open(directory, os.O_RDONLY)
+        except OSError as error:
+            raise RunError(f"{directory} cannot be written: {error.strerror}. Use another run directory.") from error
+        stack.callback(os.close, handle)
         with contextlib.suppress(OSError):  # where the file system has no locks, the attempt's owner decides
             if not _lock(handle):
                 raise RunError(f"{directory} is being launched by another process. Attach to that run, or use another "
@@ -131,11 +127,6 @@ def _alone(directory: Path) -> Iterator[None]:
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield
-    finally:
-        os.close(handle)
-        if is_new:
-            with contextlib.suppress(OSError):  # nothing was written: as if nobody had been here
-                directory.rmdir()
 
 
 def _lock(handle: int) -> bool:

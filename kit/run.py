@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import cluster
-from cluster.record import Record, html_table
+from cluster.record import Record, html_table, write_atomic
 from cluster.site import Site
 from kit.checkpoint import Checkpoints
 from kit.errors import RunError
@@ -30,7 +30,7 @@ POLICY = ("on_nan", "on_spike", "hung_after_s")
 
 
 class Run:
-    """One training run, as recorded in its directory. Make one with `create` or `open`."""
+    """One training run, as recorded in its directory. Open one with `open`; `kit.launch` makes one."""
 
     def __init__(self, directory: Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> None:
         self.directory = directory
@@ -38,8 +38,8 @@ class Run:
         self.checkpoints = Checkpoints(directory / "checkpoints")
 
     @classmethod
-    def create(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
-        """Returns a run in a new directory, or in an existing one of the same model that may go on with other plans.
+    def prepare(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
+        """Returns a run for a new directory, or for one of the same model that may go on otherwise; writes nothing.
 
         Raises:
             RunError: the directory holds something else, or a run of another model or recipe.
@@ -51,10 +51,20 @@ class Run:
             _check_same_run(cls.open(directory), spec, recipe)
         elif directory.is_dir() and any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not a run directory. Give a new or empty directory.")
-        records: dict[str, Record] = {"plan": plan, "recipe": recipe, "site": site, "spec": spec}
-        for name, record in records.items():
-            record.write(directory / f"{name}.json")
-        return cls.open(directory)
+        return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+
+    @classmethod
+    def create(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
+        """Returns a run whose directory holds what it was asked for; arguments and errors as in `prepare`."""
+        run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        for name, text in run.asked().items():
+            write_atomic(run.directory / name, text)
+        return run
+
+    def asked(self) -> dict[str, str]:
+        """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there."""
+        records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
+        return {f"{name}.json": record.to_json() for name, record in records.items()}
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:

@@ -163,8 +163,8 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
 
 
 def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
-    run = Run.create(tmp_path / "broken", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
-    (run.directory / "recipe.json").write_text(recipe.replace(data=str(tmp_path / "absent")).to_json())
+    gone = recipe.replace(data=str(tmp_path / "absent"))
+    run = Run.prepare(tmp_path / "broken", spec=spec, plan=DP2, recipe=gone, site=kit.Site.load("laptop"))
     kit.launcher.submit(run)
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED

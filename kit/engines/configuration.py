@@ -3,15 +3,13 @@
 import json
 import shlex
 
-from cluster.record import write_atomic
 from kit.engines.deepspeed_config import deepspeed_config, megatron_arguments
 from kit.engines.neuron_config import nxd_arguments
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run import Run
 from kit.spec import ModelSpec
 
-DEEPSPEED, MEGATRON, NEURON = "deepspeed.json", "megatron_deepspeed.txt", "neuron.json"
+DEEPSPEED, MEGATRON, NEURON = FILES = "deepspeed.json", "megatron_deepspeed.txt", "neuron.json"
 
 
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:
@@ -27,15 +25,6 @@ def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str
     if spec.family == "gpt" and spec.tied_embeddings:
         files[MEGATRON] = f"pretrain_gpt.py {shlex.join(megatron_arguments(spec, plan, recipe))}\n"
     return files
-
-
-def write_configuration(run: Run) -> None:
-    """Writes them into the run directory, and takes away those of another engine, which an earlier plan had."""
-    files = configuration_files(run.spec, run.plan, run.recipe)
-    for name in {DEEPSPEED, MEGATRON, NEURON} - files.keys():
-        (run.directory / name).unlink(missing_ok=True)
-    for name, text in files.items():
-        write_atomic(run.directory / name, text)
 
 
 def _json(told: dict) -> str:

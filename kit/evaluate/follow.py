@@ -166,10 +166,7 @@ def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -
             earlier = Job.attach(job.run_dir)
             if not earlier.state.is_final:
                 return earlier
-        if run.site.scheduler == "local":
-            return cluster.local.submit(job)
-        backend = cluster.slurm if run.site.scheduler == "slurm" else cluster.kubernetes
-        return backend.submit(job, run.site)
+        return cluster.submit(job, run.site)
     except JobError as error:
         return Followed(step=step, scored=False, said=f"not submitted: {error}")
 

@@ -194,6 +194,11 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
     status = job.status()
     assert status.state is JobState.FAILED and "requeue" in status.reason and status.exit_code == 143
+    eks("/elsewhere").write(job.run_dir / "site.json")
+    with pytest.raises(ConfigError, match="is not below '/elsewhere'"):
+        job.requeue()
+    assert api.of_kind("jobs") == [made], "a requeue that cannot be has ended nothing"
+    eks(tmp_path).write(job.run_dir / "site.json")
     job.requeue()
     (made,) = api.of_kind("jobs")
     assert made["metadata"]["name"].endswith("-2")
@@ -218,7 +223,7 @@ def test_refusal_is_told_in_the_words_of_the_cluster(api, tmp_path):
     with pytest.raises(JobError, match=r"\(403\): services is forbidden"):
         cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
     assert not api.objects, "half a job was left behind"
-    assert cluster.Job.attach(tmp_path / "runs" / "7b").status().state is JobState.FAILED
+    assert not (tmp_path / "runs").exists(), "nor anything of the run"
     api.refusal = None
     cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
 

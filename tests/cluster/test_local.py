@@ -340,14 +340,25 @@ def test_impossible_job_is_refused_before_anything_is_written(tmp_path, change, 
     assert not (tmp_path / "run").exists()
 
 
-def test_start_that_fails_says_so_and_leaves_the_truth(tmp_path):
+def test_start_that_fails_says_so_and_leaves_nothing(tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
     with pytest.raises(JobError, match="attempt 1 could not be started: rank 0 could not be started.*program"):
         local.submit(spec(tmp_path / "run", "").replace(argv=[str(program)]))
-    status = Job.attach(tmp_path / "run").status()
-    assert status.state is JobState.FAILED and "rank 0 could not be started" in status.reason
+    assert not (tmp_path / "run").exists()
+
+
+def test_requeue_that_cannot_be_ends_nothing(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    job = local.submit(spec(tmp_path / "run", SLEEP, working_directory=str(work)))
+    work.rmdir()
+    with pytest.raises(ConfigError, match="working_directory"):
+        job.requeue()
+    assert not job.status().state.is_final
+    job.cancel()
+    job.wait(20)
 
 
 def test_unusable_run_directory_is_refused(tmp_path):

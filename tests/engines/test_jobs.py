@@ -8,8 +8,10 @@ import pytest
 
 import cluster
 import kit
+from cluster.attempts import claimed
 from cluster.render import render, scripts
 from cluster.site import Site
+from cluster.state import write_end
 from kit import launcher
 from kit.engines.configuration import configuration_files
 from kit.engines.deepspeed_config import deepspeed_config
@@ -67,17 +69,21 @@ def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
 
 
 def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
-    site = Site.load("frontier")
-    monkeypatch.setattr(cluster.slurm, "submit", lambda job, site: None)
-    spec = ModelSpec.preset("gpt-175b")
-    run = kit.Run.create(tmp_path / "run", spec=spec, plan=FRONTIER_175B, recipe=RECIPE, site=site)
+    def submit(job, site, files):
+        with claimed(tmp_path / "run", files) as attempt:
+            pass
+        write_end(tmp_path / "run", attempt=attempt, rc=0, reason="done")
+
+    monkeypatch.setattr(cluster, "submit", submit, raising=False)
+    spec, site = ModelSpec.preset("gpt-175b"), Site.load("frontier")
+    run = kit.Run(tmp_path / "run", spec=spec, plan=FRONTIER_175B, recipe=RECIPE, site=site)
     launcher.submit(run)
     assert json.loads((run.directory / "deepspeed.json").read_text()) == deepspeed_config(FRONTIER_175B, RECIPE)
     line = (run.directory / "megatron_deepspeed.txt").read_text()
     for part in ("pretrain_gpt.py ", "--tensor-model-parallel-size 4 ", "--fp16 ", "--zero-stage 1 "):
         assert part in line
     native = FRONTIER_175B.replace(engine="native", precision="bf16")
-    launcher.submit(kit.Run.create(run.directory, spec=spec, plan=native, recipe=RECIPE, site=site))
+    launcher.submit(kit.Run.prepare(run.directory, spec=spec, plan=native, recipe=RECIPE, site=site))
     assert not (run.directory / "deepspeed.json").exists(), "nothing is left of another plan's engine"
 
 

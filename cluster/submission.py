@@ -1,0 +1,51 @@
+"""Sends a job to where its site says: this machine, Slurm or Kubernetes. Standard library only."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+from cluster.attempts import Files
+from cluster.job import Job, JobSpec
+from cluster.site import Site
+
+
+def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
+    """Starts a job on its site and returns its handle; Ctrl-C waits until that is done.
+
+    Args:
+        job: what to run.
+        site: where.
+        files: of whoever submits, for the run directory; written when nothing but a scheduler can refuse any more.
+
+    Raises:
+        ConfigError: the job cannot run there.
+        JobError: a job is live in this run directory, or the scheduler refuses, with its words.
+        In each case the run directory is as it was before.
+    """
+    from cluster import kubernetes, local, slurm
+
+    with uninterrupted():
+        if site.scheduler == "local":
+            return local.submit(job, files)
+        return (slurm if site.scheduler == "slurm" else kubernetes).submit(job, site, files)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could say whether it runs.
+
+    Raises:
+        KeyboardInterrupt: it was pressed meanwhile; the block has ended.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only there does Python look at signals
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
