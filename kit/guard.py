@@ -53,10 +53,6 @@ class Guard:
             return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {before:.4g})"
         return "go on", ""
 
-    def accepts(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether an update may be applied; called by the engine between gradients and update."""
-        return self.judge(loss, grad_norm)[0] != "skip"
-
     def note(self, answer: Answer, what: str, loss: float) -> None:
         """Takes a judged step into account.
 

@@ -74,14 +74,17 @@ class NativeEngine:
         norm = global_norm(self._counted_parameters(), self.pipeline_group)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
-        if self.accepts is not None:
-            mean_loss = self._mean_over_replicas(loss)
-            if not self.accepts(mean_loss, norm.item()):
-                return mean_loss, norm.item()
+        if self.accepts is None:  # then an accelerator gets the update before anyone waits for the loss
+            self._update(learning_rate)
+        mean_loss, grad_norm = self._mean_over_replicas(loss), norm.item()
+        if self.accepts is not None and self.accepts(mean_loss, grad_norm):
+            self._update(learning_rate)
+        return mean_loss, grad_norm
+
+    def _update(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
-        return self._mean_over_replicas(loss), norm.item()
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
