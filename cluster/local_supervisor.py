@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from cluster.attempts import claim_attempt, claimed
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import PACKAGE_ROOT
 from cluster.process import Process
@@ -36,7 +37,6 @@ from cluster.record import ConfigError
 from cluster.state import (
     JobError,
     JobState,
-    StaleAttemptError,
     log_path,
     read_exit,
     read_state,
@@ -45,6 +45,8 @@ from cluster.state import (
 )
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+LOOK_EVERY_S = 1.0
+"""How often the run directory is looked for."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
 
@@ -140,13 +142,14 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
     ranks: dict[int, subprocess.Popen] = {}
+    home = Home(run_dir)
     try:
         update_state(run_dir, attempt=attempt, process=Process.current())
         port = start_ranks(run_dir, job, attempt, ranks)
         reason = f"{job.num_processes} processes started, no step yet"
         update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
         started()
-        outcome = watch(ranks, job.time_limit_s)
+        outcome = watch(ranks, job.time_limit_s, home)
         port.close()
         state = read_state(run_dir)
         if outcome.rc == 0 and state and state.state is JobState.STOPPING:
@@ -154,12 +157,13 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(1, str(error) or repr(error))
-    with contextlib.suppress(StaleAttemptError, OSError):
+    with contextlib.suppress(JobError, OSError):
+        home.check()
         if outcome.rc:
             update_state(run_dir, attempt=attempt, state=JobState.STOPPING, reason=outcome.reason)
     end_ranks(ranks, job.grace_s)
     kill_descendants()
-    record(run_dir, attempt, outcome)
+    record(home, attempt, outcome)
     say(f"{job.name}: attempt {attempt}: {outcome.reason}")
     return outcome.rc
 
@@ -209,8 +213,9 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None) -> Outcome:
-    """Waits until all ranks have ended well, one has failed, the time is over, or a signal asks for the end."""
+def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, home: Home) -> Outcome:
+    """Waits until all ranks have ended well, one has failed, the time is over, the run directory is lost, or a signal
+    asks for the end."""
     deadline = time.monotonic() + (float("inf") if time_limit_s is None else time_limit_s)
     while True:
         reap(ranks)
@@ -222,7 +227,9 @@ def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None) -> Out
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")
-        received = signal.sigtimedwait(WATCHED, min(remaining_s, 3600))
+        if lost := home.why_lost():
+            return Outcome(1, lost)
+        received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
         if received and received.si_signo != signal.SIGCHLD:
             return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
 
@@ -264,15 +271,17 @@ def end_ranks(ranks: dict[int, subprocess.Popen], grace_s: float) -> None:
             reap(ranks)
 
 
-def record(run_dir: Path, attempt: int, outcome: Outcome) -> None:
-    """Writes exit.json, then the final state; a newer attempt's files are left alone."""
+def record(home: Home, attempt: int, outcome: Outcome) -> None:
+    """Writes exit.json, then the final state; the files of a newer attempt, or of another run, are left alone."""
+    run_dir = home.run_dir
     tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
     reason = f"{outcome.reason}: {tail.splitlines()[-1].strip()[:200]}" if tail else outcome.reason
     try:
+        home.check()
         write_end(
             run_dir, attempt=attempt, rc=outcome.rc, reason=reason, failing_rank=outcome.failing_rank, log_tail=tail
         )
-    except (StaleAttemptError, OSError) as error:
+    except (JobError, OSError) as error:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 
 

@@ -187,7 +187,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, attempt: int) -> str:
         *_compilation_lines(table),
         "# Told to end: all ranks save and stop at the same step.",
         'stopped="$KIT_RUN_DIR/control/stopped_$KIT_ATTEMPT"',
-        "trap 'mkdir -p \"$KIT_RUN_DIR/control\" && touch \"$stopped\" \"$KIT_RUN_DIR/control/request_stop\"' TERM",
+        "trap 'touch \"$stopped\" \"$KIT_RUN_DIR/control/request_stop\"' TERM",
         '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
         f'"$KIT_RUN_DIR" "$KIT_ATTEMPT" {table.namespace} {quote(job_id)} || exit',
         'LOG=$(printf "attempt_%02d" "$KIT_ATTEMPT") run_node &',

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from cluster.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.home import Home
 from cluster.record import Record, field_doc
 from cluster.slurm import hosts, requeue_this
 from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
@@ -45,7 +46,7 @@ class Keeper:
     """Runs one command and answers for it."""
 
     def __init__(self, run_dir: Path, command: list[str]) -> None:
-        self.run_dir, self.command = run_dir, command
+        self.run_dir, self.home, self.command = run_dir, Home(run_dir), command
         self.attempt = int(os.environ.get("KIT_ATTEMPT", "1"))
         self.rank = int(os.environ.get("SLURM_PROCID", "0"))
         self.is_first_here = os.environ.get("SLURM_LOCALID", "0") == "0"
@@ -138,7 +139,9 @@ class Keeper:
     def _record(self, code: int) -> None:
         failure = Failure(rank=self.rank, code=code, node=socket.gethostname(), time=time.time())
         folder = self.run_dir / "ranks" / f"failed_attempt_{self.attempt:02d}"
-        with contextlib.suppress(OSError):  # a full disk must not hide the exit code
+        with contextlib.suppress(OSError, JobError):  # a full disk or a deleted directory must not hide the exit code
+            self.home.check()
+            folder.parent.mkdir(exist_ok=True)
             failure.write(folder / f"rank_{self.rank:05d}.json")
         if self.line:
             self.line.send(event="failed", rank=self.rank, code=code)

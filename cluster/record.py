@@ -167,8 +167,11 @@ def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Replaces what a file holds in one step: a reader sees the old or the new content, never a part of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Replaces what a file holds in one step: a reader sees the old or the new content, never a part of it.
+
+    Its folder is made, but not those above: a run directory that was deleted must not come back as a stub.
+    """
+    file.parent.mkdir(exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:

@@ -8,6 +8,7 @@ What ends an attempt, and what follows:
     a rank failed for a reason that will not pass    failed
     a rank crashed                                   restart in the same allocation
     a node fell silent                               back to the queue; without that node when it happens twice
+    the run directory was deleted                    failed: ended, and nothing recorded
     preemption, time limit near                      request to stop, checkpoint, back to the queue
     scancel                                          failed: cancelled
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from cluster.attempts import take_over
 from cluster.beat import VARIABLE, Switchboard
 from cluster.descendants import become_subreaper, kill_descendants
+from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local_supervisor import CRASHES, Outcome, record, say
 from cluster.preflight import check_nodes
@@ -74,7 +76,7 @@ class Supervisor:
 
     def __init__(self, run_dir: Path, command: list[str], job: SchedulerJob) -> None:
         self.run_dir, self.command, self.job = run_dir, command, job
-        self.spec = JobSpec.read(run_dir / "job.json")
+        self.home, self.spec = Home(run_dir), JobSpec.read(run_dir / "job.json")
         self.attempt = 0
         self.stop_reason: str | None = None
         self.stop_state = JobState.REQUEUED
@@ -144,6 +146,8 @@ class Supervisor:
                     board.end()
             if board.ending and failed_at is None:
                 failed_at = time.monotonic()
+            if lost := self.home.why_lost():
+                return Ending("failed", lost, rc=1)
             if silent := board.silent():
                 return self._lost(silent, board)
             if failed_at and time.monotonic() - failed_at > END_WAIT_S + self.spec.grace_s and not early:
@@ -227,6 +231,8 @@ class Supervisor:
 
     def _judge(self, ending: Ending) -> Ending:
         """Returns a failure instead of a restart that would lead nowhere, and a requeue that has been asked for."""
+        if lost := self.home.why_lost():
+            return Ending("failed", lost, rc=ending.rc or 1)
         if ending.fate not in ("restart", "requeue"):
             return ending
         if asked_at(self.run_dir, "stop") is not None and self.stop_reason is None:
@@ -241,7 +247,7 @@ class Supervisor:
 
     def _finish(self, ending: Ending) -> int:
         if ending.fate in ("done", "failed"):
-            record(self.run_dir, self.attempt, Outcome(ending.rc, ending.reason, ending.failing_rank))
+            record(self.home, self.attempt, Outcome(ending.rc, ending.reason, ending.failing_rank))
             return ending.rc
         with contextlib.suppress(OSError):
             self._note(ending.state, ending.reason, ending.lost_node)
@@ -260,7 +266,7 @@ class Supervisor:
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
                     reason = f"{ending.reason}; and it could not be requeued: {error}. Start it again with .requeue()"
-                    record(self.run_dir, self.attempt, Outcome(ending.rc or 1, reason))
+                    record(self.home, self.attempt, Outcome(ending.rc or 1, reason))
                     return ending.rc or 1
             time.sleep(3)
 

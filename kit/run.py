@@ -57,6 +57,7 @@ class Run:
     def create(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
         """Returns a run whose directory holds what it was asked for; arguments and errors as in `prepare`."""
         run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        run.directory.mkdir(parents=True, exist_ok=True)
         for name, text in run.asked().items():
             write_atomic(run.directory / name, text)
         return run

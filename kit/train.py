@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cluster.home import Home
 from cluster.record import ConfigError, write_atomic
 from cluster.state import (
     JobError,
@@ -51,7 +52,7 @@ class Trainer:
     def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
         self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
         self.rank, self.device = dist.get_rank(), device
-        self.control = control_group()
+        self.control, self.home = control_group(), Home(run.directory)
         self.dataset = run.dataset()
         self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
         self.step, self.consumed, self.step_time_s = 0, 0, 0.0
@@ -164,6 +165,7 @@ class Trainer:
         return bool(asked[0]), bool(asked[1])
 
     def _checkpoint(self) -> None:
+        self.home.check()
         facts = {
             "step": self.step,
             "samples": self.consumed,
@@ -181,6 +183,7 @@ class Trainer:
         if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
             return
         self.last_beat = now
+        self.home.check()
         self._say_alive()
         if self.rank == 0:
             update_state(

@@ -125,6 +125,7 @@ def bench_site(
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     site = measure_site(Site.load("laptop"), num_processes=processes)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))
     if as_json:
         print(site.to_json())

@@ -193,6 +193,11 @@ def _living(run: Path, what: str) -> Job:
     Raises:
         RunError: it has ended, or was never ours, so that nobody would read a request.
     """
+    if not run.exists():
+        raise RunError(
+            f"{run} does not exist, so there is nothing to {what}. A job whose run directory is deleted ends by itself "
+            f"within seconds."
+        )
     opened = Run.open(run)
     if opened.is_imported:
         raise RunError(f"{run}: there is nothing to {what}, it was imported from another trainer's log.")

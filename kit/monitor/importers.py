@@ -202,6 +202,7 @@ def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
     kept = ("spec.json", "state.json", "exit.json", "history.jsonl", "plan.attempt_*.json", "logs/attempt_*")
     for old in [file for pattern in kept for file in out.glob(pattern)]:  # of an earlier import of the same log
         old.unlink()
+    out.mkdir(parents=True, exist_ok=True)
     for name, record in (("plan", asked.plan), ("recipe", asked.recipe), ("site", site), ("spec", asked.spec)):
         record.write(out / f"{name}.json")
     job = JobSpec(name=f"import of {log.name}", run_dir=str(out), argv=("kit", "import", str(log)),

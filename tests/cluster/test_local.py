@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,26 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
     status = job.status()
     assert status.state is JobState.LOST and "left no exit.json" in status.reason and status.exit_code is None
     assert local.submit(spec(tmp_path, "pass")).wait(20).attempt == 2
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed", "emptied"])
+def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mark):
+    run_dir = tmp_path / "run"
+    local.submit(spec(run_dir, SLEEP))
+    assert len(processes(mark)) == 4  # guard, supervisor, 2 ranks
+    if fate == "renamed":
+        run_dir.rename(tmp_path / "kept")
+    elif fate == "emptied":
+        subprocess.run(f"rm -rf {run_dir}/*", shell=True, check=True)
+    else:
+        shutil.rmtree(run_dir)
+    if fate == "replaced":
+        run_dir.mkdir()
+        (run_dir / "job.json").write_text("of somebody else")
+    assert eventually(lambda: not processes(mark), 20), processes(mark)
+    left = sorted(path.name for path in run_dir.glob("[!.]*"))
+    assert left == (["job.json"] if fate == "replaced" else []), "nothing was written after its directory was gone"
+    assert run_dir.exists() == (fate in ("replaced", "emptied"))
 
 
 def test_job_does_not_need_its_guard(tmp_path, mark):

@@ -1,6 +1,7 @@
 """Jobs on a real Slurm: life cycle, status, logs, reattachment, and text that must stay text."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -92,6 +93,15 @@ def test_requeue_of_a_running_job_goes_on_under_its_number(sandbox, site, tmp_pa
     status = job.wait(60)
     assert (status.state, status.attempt, slurm_id(job)) == (JobState.DONE, 2, number)
     assert "requeued" in [event.state for event in job.history]
+
+
+def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
+    job = slurm.submit(job_spec(tmp_path / "run", sys.executable, STANDIN, str(tmp_path / "run"), "6000", "0.1"), site)
+    assert eventually(lambda: job.state is JobState.RUNNING)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the job still writes into it
+    assert eventually(lambda: not sandbox.run("squeue", "--noheader").strip(), 60)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):

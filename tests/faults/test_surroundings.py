@@ -120,6 +120,26 @@ def test_launch_into_a_live_directory_changes_no_file(prepare):
     assert (run.directory / "plan.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, replaced):
+    """Without a supervisor: as a pod's ranks, or those of a node that is cut off."""
+    run = prepare("gone", num_steps=100_000, checkpoint_every=3)
+    attempt = Attempt(run)
+    while not attempt.is_over() and run.metrics().summary()["step"] < 5:
+        time.sleep(0.01)
+    run.directory.rename(run.directory.with_name("aside"))  # at once, so that no rank is caught in the middle
+    if replaced:
+        run.directory.mkdir()
+    start = time.monotonic()
+    codes = attempt.wait()
+    assert os.EX_CONFIG in codes and 0 not in codes
+    logs = (run.directory.with_name("aside") / "logs").glob("*.log")
+    said = "".join(log.read_text() for log in logs)
+    assert ("is another directory now" if replaced else "was deleted or renamed") in said
+    assert not list(run.directory.glob("*")) and run.directory.exists() == replaced
+    cost("run directory deleted: ranks ended by themselves", time.monotonic() - start, "s", at_most=30)
+
+
 def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):
     run = prepare("orphan", num_steps=100_000, checkpoint_every=None)
     attempt = Attempt(run)
