@@ -80,6 +80,7 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
     manifest = Manifest(
         step=STEPS, attempt=attempt, samples=160, tokens=160 * 16, seed=1234, time=0.0, spec=spec, plan=PLAN, files={}
     )
+    run.checkpoints.path(STEPS).mkdir(parents=True)
     manifest.write(run.checkpoints.path(STEPS) / "manifest.json")
     write_end(run.directory, attempt=attempt, rc=0, reason="all 1 ranks ended with code 0")
     return run
