@@ -170,7 +170,8 @@ def pod(tmp_path):
         file.chmod(0o755)
 
     def run(job, site, attempt=1):
-        (Path(job.run_dir) / "logs").mkdir(parents=True, exist_ok=True)
+        for folder in ("logs", "control"):  # as a submission makes them
+            (Path(job.run_dir) / folder).mkdir(parents=True, exist_ok=True)
         text = pod_script(job, site.kubernetes, "name-1", attempt)
         environment = {"PATH": f"{binaries}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "0"}
         return subprocess.Popen(["bash", "-c", text], env=environment, cwd=tmp_path, start_new_session=True)
