@@ -1,21 +1,34 @@
-"""A console for text of unknown origin: names, reasons and log lines are shown, and never obeyed by the terminal."""
+"""A console for text of unknown origin, and the one table of the command line, which never cuts a name or a number.
 
-from collections.abc import Iterable
+Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a terminal is not wrapped.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.table import Table as RichTable
+from rich.text import Text
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\r\t"}
 """Of ASCII: to their pictures, so that an escape sequence is seen and does nothing."""
 OTHERS = (0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000))
 """Further controls, those that turn the direction of writing, and halves of pairs, which no terminal takes."""
-TABLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
+VISIBLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
 
 
 def plain(text: str) -> str:
     """Returns a text whose control characters, other than line ends and tabs, are replaced by visible ones."""
-    return text.translate(TABLE)
+    return text.translate(VISIBLE)
+
+
+GAP = "  "
+PROSE = 24
+"""Characters that a longer text may be folded to."""
+UNLIMITED, PICTURE = 100_000, 80
+"""Characters in a line of a file or a pipe; of what is drawn, which would fill it."""
 
 
 class PlainConsole(Console):
@@ -23,8 +36,86 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, **options)
+        if not self.is_terminal and "width" not in options:
+            self.width = UNLIMITED
+
+    @property
+    def picture_width(self) -> int:
+        """Characters that a curve may take."""
+        return PICTURE if self.width == UNLIMITED else self.width
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
         """Yields the pieces of something printed, their text made plain."""
         for text, style, control in super().render(*args, **options):
             yield Segment(text if control else plain(text), style, control)
+
+
+class Table:
+    """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too narrow for that, long
+    texts are folded, and where names and numbers alone are too wide, each row becomes a few lines of `name value`.
+
+    Args:
+        columns: their names; "" for a column that explains itself.
+        right: names of those that are aligned right.
+        title: a line above.
+    """
+
+    def __init__(self, *columns: str, right: Iterable[str] = (), title: str = "") -> None:
+        self.columns, self.right, self.title = columns, frozenset(right), title
+        self.rows: list[tuple[list[Text], str]] = []
+
+    def add(self, *cells: str | Text, style: str = "") -> None:
+        """Adds a row of plain words or styled texts; brackets are no markup."""
+        self.rows.append(([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(self.title, style="bold")
+        widths = [
+            max((cell_len(line) for text in (name, *column) for line in str(text).splitlines()), default=0)
+            for name, column in zip(self.columns, self._by_column(), strict=True)
+        ]
+        prose = [width > PROSE and self._has_words(i) for i, width in enumerate(widths)]
+        least = [min(width, PROSE) if folds else width for width, folds in zip(widths, prose, strict=True)]
+        if sum(least) + len(GAP) * (len(least) - 1) <= options.max_width:
+            yield self._drawn(widths, prose)
+        else:
+            yield from self._stacked(options.max_width)
+
+    def _by_column(self) -> list[list[Text]]:
+        return [[cells[i] for cells, _ in self.rows] for i in range(len(self.columns))]
+
+    def _has_words(self, column: int) -> bool:
+        """Whether no word of a column is too long to be folded at its spaces."""
+        words = (word for cells, _ in self.rows for word in cells[column].plain.split())
+        return max(map(cell_len, words), default=0) <= PROSE
+
+    def _drawn(self, widths: list[int], prose: list[bool]) -> RenderableType:
+        table = RichTable(box=None, pad_edge=False, header_style="dim", show_header=any(self.columns), padding=(0, 1))
+        for name, width, folds in zip(self.columns, widths, prose, strict=True):
+            table.add_column(
+                Text(name), justify="right" if name in self.right else "left", no_wrap=not folds, overflow="fold",
+                min_width=min(width, PROSE) if folds else width,
+            )  # fmt: skip
+        for cells, style in self.rows:
+            table.add_row(*cells, style=style)
+        return table
+
+    def _stacked(self, width: int) -> Iterator[Text]:
+        """Yields each row as its first cell, then its others after their names, as many in a line as fit."""
+        for cells, style in self.rows:
+            line = Text(style=style)
+            for name, cell in zip(self.columns, cells, strict=True):
+                if not cell.plain:
+                    continue
+                pair = Text.assemble((f"{name} " if name else "", "dim"), cell)
+                if line.plain and cell_len(line.plain) + len(GAP) + cell_len(pair.plain) > width:
+                    yield _folding(line)
+                    line = Text("  ", style=style)
+                line = line + pair if line.plain in ("", "  ") else Text.assemble(line, GAP, pair, style=style)
+            yield _folding(line)
+
+
+def _folding(line: Text) -> Text:
+    line.overflow = "fold"
+    return line

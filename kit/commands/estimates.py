@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from cluster.record import ConfigError, write_atomic
 from kit.commands.options import JsonOption, console
 from kit.plan import EngineName
+from kit.terminal import Table
 
 app = typer.Typer()
 bench_app = typer.Typer(no_args_is_help=True)
@@ -48,13 +49,10 @@ def plan(
     if as_json:
         print(json.dumps(report.to_dict()))
         return
-    _print_table(escape(report.title), report.header, report.rows)
-    facts = Table.grid(padding=(0, 2, 0, 0))
-    for label, text in report.facts:
-        facts.add_row(f"[dim]{escape(label)}[/]", escape(text))
-    console().print(facts)
+    _print_table(report.title, report.header, report.rows)
+    _print_table("", ("", ""), [(Text(label, style="dim"), text) for label, text in report.facts])
     if out is not None:
-        console().print(f"Layout {choose} is in {escape(str(out))}.")
+        console().print(Text(f"Layout {choose} is in {out}."), soft_wrap=True)
 
 
 @app.command()
@@ -75,10 +73,8 @@ def validate(
     if as_json:
         print(json.dumps([item.to_dict() for item in found]))
         return
-    met = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
-    lines = [
-        (escape(r.name), format_value(r.value, r.unit), r.target, met[r.ok], f"[dim]{escape(r.note)}[/]") for r in found
-    ]
+    met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
+    lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim")) for r in found]
     _print_table("Estimates against measurements", ("", "found", "target", "met", ""), lines)
 
 
@@ -165,8 +161,8 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
-        mark = {True: "[green]✔[/]", False: "[red]✖[/]", None: "–"}
-        rows = [(mark[f.ok], f.subject, f.found, f"[dim]{escape(f.advice)}[/]") for f in findings]
+        mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
+        rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
         _print_table("This machine", ("", "", "found", "advice"), rows)
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
 
@@ -191,10 +187,8 @@ def _word(value: str) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _print_table(title: str, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    table = Table(title=title, title_justify="left")
-    for name in header:
-        table.add_column(name)
+def _print_table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str | Text, ...]]) -> None:
+    table = Table(*header, title=title)
     for row in rows:
-        table.add_row(*row)
+        table.add(*row)
     console().print(table)

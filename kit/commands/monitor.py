@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from cluster.site import Site
-from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, print_record, strict_json
+from kit.commands.options import (
+    JsonOption,
+    RunArgument,
+    SetOption,
+    console,
+    hint,
+    parse_settings,
+    print_record,
+    strict_json,
+)
 from kit.errors import RunError
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.terminal import Table
 
 if TYPE_CHECKING:
     from kit.monitor.runs import RunsTable
@@ -41,7 +50,7 @@ def runs(
     elif watch:
         _watch(folder)
     else:
-        console().print(_drawn(table, console().width))
+        console().print(_drawn(table))
 
 
 @app.command()
@@ -101,7 +110,7 @@ def import_(
     console().print(f"{report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}.")
     for note in report.notes:
         console().print(Text(f"- {note}"))
-    console().print(Text(f"Watch: kit watch {out}"))
+    hint("Watch:", "watch", out)
 
 
 def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
@@ -122,35 +131,23 @@ def _watch(folder: Path, refresh_s: float = 2.0) -> None:
     with Live(console=console(), auto_refresh=False) as live:
         try:
             while True:
-                live.update(_drawn(runs_table(folder), live.console.width), refresh=True)
+                live.update(_drawn(runs_table(folder)), refresh=True)
                 time.sleep(refresh_s)
         except KeyboardInterrupt:
             pass
 
 
-def _drawn(table: "RunsTable", width: int) -> Table:
-    """Returns the table as far as it fits into `width` characters; its caption names the settings left out."""
-    from kit.monitor.runs import LIVE_COLUMNS, show
+def _drawn(table: "RunsTable") -> Table | str:
+    from kit.monitor.runs import heading, show
     from kit.monitor.text import COLOURS
 
-    drawn = Table(box=None, header_style="dim", pad_edge=False)
-    texts = {name: [show(name, row.get(name)) for row in table.rows] for name in table.columns}
-    left, hidden, colours = width, [], {str(state): colour for state, colour in COLOURS.items()}
-    for name, cells in texts.items():
-        header = "model" if name == "spec.name" else name.rpartition(".")[2].replace("_", " ")
-        needed = max(map(len, [*header.split(), *cells]))
-        left -= 2 + needed
-        if left < -2 and name not in LIVE_COLUMNS:
-            hidden.append(name)
-        else:
-            side = "left" if name in ("run", "state") else "right"
-            drawn.add_column(header, justify=side, overflow="fold", min_width=min(needed, width // 3))
-    shown = [name for name in texts if name not in hidden]
-    for i, row in enumerate(table.rows):
-        styles = ["", colours.get(row["state"], "")] + [""] * len(shown)
-        drawn.add_row(*(Text(texts[name][i], style=style) for name, style in zip(shown, styles, strict=False)))
     if not table.rows:
-        drawn.caption = Text(f"no run below {table.folder}")
-    elif hidden:
-        drawn.caption = Text(f"too narrow for {len(hidden)} more settings that differ: {', '.join(hidden)}")
+        return f"no run below {table.folder}"
+    names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
+    headings = [heading(name) for name in names]
+    drawn = Table(*headings, right=headings[2:])
+    for row in table.rows:
+        cells = {name: Text(show(name, row.get(name))) for name in names}
+        cells["state"].stylize(colours.get(row["state"], ""))
+        drawn.add(*cells.values())
     return drawn

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from kit.errors import ConfigError
-from kit.terminal import PlainConsole
+from kit.errors import ConfigError, kit_command
+from kit.terminal import PlainConsole, Table
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
@@ -55,10 +54,15 @@ def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values))
         return
-    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table = Table("", "", title=title)
     for key, value in values.items():
-        table.add_row(key, Text(f"{value:,}" if isinstance(value, int) else str(value)))
+        table.add(Text(key, style="dim"), f"{value:,}" if isinstance(value, int) else str(value))
     console().print(table)
+
+
+def hint(text: str, name: str, *words: str | Path) -> None:
+    """Prints a text that ends in a command of the kit; however long its path, it can be copied as a whole."""
+    console().print(Text.assemble(f"{text} ", (kit_command(name, *words), "bold")), soft_wrap=True)
 
 
 def console() -> PlainConsole:

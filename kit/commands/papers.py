@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from cluster.record import ConfigError
 from kit.commands.options import JsonOption, console
 from kit.papers import FIGURES, paper_figure, save_all
+from kit.terminal import Table
 
 app = typer.Typer()
 
@@ -24,16 +25,17 @@ def figures(
     """List the figures of papers that `kit figure NAME` draws, or draw all of them (--out FOLDER)."""
     if out is not None:
         for name, problem in save_all(FIGURES, out, own or ()).items():
-            console().print(f"[yellow]{name} is not drawn:[/] {problem}" if problem else str(out / name))
+            told = Text.assemble((f"{name} is not drawn: ", "yellow"), problem) if problem else Text(str(out / name))
+            console().print(told, soft_wrap=True)
         return
     if own:
         raise ConfigError("--run: a list has no use for runs. Name a folder for the figures too: --out FOLDER.")
     if as_json:
         print(json.dumps({name: figure.title for name, figure in FIGURES.items()}))
         return
-    table = Table(title="kit figure NAME", title_justify="left", show_header=False)
+    table = Table("name", "in the paper", "what it shows", title="kit figure NAME")
     for name, figure in FIGURES.items():
-        table.add_row(name, figure.paper, figure.title)
+        table.add(name, figure.paper, figure.title)
     console().print(table)
 
 

@@ -6,21 +6,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from cluster.job import Job
 from cluster.render import render
 from cluster.site import Site
 from kit import launcher
-from kit.commands.options import JsonOption, RunArgument, SetOption, console, parse_settings, strict_json
+from kit.commands.options import JsonOption, RunArgument, SetOption, console, hint, parse_settings, strict_json
 from kit.errors import RunError, kit_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.terminal import plain
+from kit.terminal import Table, plain
 
 app = typer.Typer()
 MinutesOption = Annotated[float | None, typer.Option(help="time limit of one job; a longer run comes back")]
@@ -59,10 +56,9 @@ def launch(
 
         place = measured_site(place, plan.precision)
         if not is_settled(place.device.peak_flops_per_s[plan.precision]):
-            again = kit_command("bench", "site", "--apply", run)
-            console().print(Text(f"The peak was measured on a busy machine. Measure it again, for MFU: {again}"))
+            hint("The peak was measured on a busy machine. For MFU, measure it again:", "bench", "site", "--apply", run)
     started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
-    console().print(f"Started {plan.num_devices} processes. Watch: {_command('watch', started.directory)}")
+    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
 
 
 @app.command()
@@ -86,7 +82,7 @@ def resume(
     """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
     plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
     started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=None if minutes is None else 60 * minutes)
-    console().print(f"Started {plan.num_devices} processes. Watch: {_command('watch', started.directory)}")
+    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
 
 
 @app.command()
@@ -98,7 +94,7 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(strict_json(status_row(opened)))
     else:
-        console().print(status_table(opened, console().width))
+        console().print(status_table(opened, console().picture_width))
 
 
 @app.command()
@@ -131,18 +127,17 @@ def stop(run: RunArgument, now: Annotated[bool, typer.Option(help="kill it, with
     job = _living(run, "stop")
     if now:
         job.cancel()
-        console().print(f"Told to end at once, without a checkpoint. Go on later: {_command('resume', run)}")
+        hint("Told to end at once, without a checkpoint. Go on later:", "resume", run)
     else:
         job.stop()
-        console().print(f"Asked at {_now()} to stop after the current step; a checkpoint is written first. "
-                        f"Done? {_command('watch', run)}")  # fmt: skip
+        hint(f"Asked at {_now()} to stop after the current step; a checkpoint is written first. Done?", "watch", run)
 
 
 @app.command()
 def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
-    console().print(f"Asked at {_now()} for a checkpoint after the current step. Done? {_command('watch', run)}")
+    hint(f"Asked at {_now()} for a checkpoint after the current step. Done?", "watch", run)
 
 
 @app.command()
@@ -154,13 +149,11 @@ def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print(strict_json([alert.to_dict() for alert in found]))
         return
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("time", "kind", "attempt", "step", "message"):
-        table.add_column(name, justify="right" if name in ("attempt", "step") else "left")
+    table = Table("time", "kind", "attempt", "step", "message", right=("attempt", "step"))
     for alert in found:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(alert.time))
         cells = (when, alert.kind, str(alert.attempt), f"{alert.step:,}", alert.message)
-        table.add_row(*map(Text, cells), style=COLOURS_OF_LEVELS[alert.level])
+        table.add(*cells, style=COLOURS_OF_LEVELS[alert.level])
     console().print(table if found else "No alerts.")
 
 
@@ -210,8 +203,3 @@ def _living(run: Path, what: str) -> Job:
 
 def _now() -> str:
     return time.strftime("%H:%M:%S")
-
-
-def _command(name: str, run: Path) -> str:
-    """Returns a command on a run in bold, as markup; brackets in a path are no markup."""
-    return f"[bold]kit {name} {escape(str(run))}[/]"

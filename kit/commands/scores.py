@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from kit.commands.options import JsonOption, console
 from kit.errors import ConfigError
 from kit.run import Run
+from kit.terminal import Table
 
 app = typer.Typer()
 
@@ -71,11 +71,9 @@ def _data(mirror: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}))
         return
-    table = Table(title=f"Benchmark data in {folder}", title_justify="left")
-    for name in rows[0]:
-        table.add_column(name)
+    table = Table(*rows[0], title=f"Benchmark data in {folder}")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row.values()))
+        table.add(*row.values())
     console().print(table)
     console().print(Text("Hashes, sources and licences of all files: manifest.json in that folder."))
 

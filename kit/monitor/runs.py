@@ -47,7 +47,7 @@ class RunsTable:
         return [{name: row.get(name) for name in names} for row in self.rows]
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
+        head = "".join(f"<th>{html.escape(heading(name))}</th>" for name in self.columns)
         body = "".join(
             f"<tr title='{html.escape(str(row.get('reason') or ''), quote=True)}'>"
             + "".join(f"<td>{html.escape(show(name, row.get(name)))}</td>" for name in self.columns)
@@ -162,6 +162,12 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
     return figure, table
 
 
+def heading(column: str) -> str:
+    """Returns the name of a column as people read it: of a setting its last part."""
+    named = {"num_steps": "of steps", "tokens_per_s": "tokens/s", "mfu": "MFU", "spec.name": "model"}
+    return named.get(column) or column.rpartition(".")[2].replace("_", " ")
+
+
 def show(column: str, value: Any) -> str:
     """Returns a cell's text."""
     if value is None:
@@ -174,6 +180,8 @@ def show(column: str, value: Any) -> str:
         return f"{value:.1%}"
     if column == "tokens_per_s":
         return f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

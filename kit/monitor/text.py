@@ -1,11 +1,13 @@
 """A run in text: one status row, and a view that refreshes in the terminal."""
 
+import io
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +32,9 @@ COLOURS = {
 }
 BARS = " ▁▂▃▄▅▆▇█"
 ALERTS_SHOWN = 5
+LOSS_LEAST = 4
+CURVES_LEAST = LOSS_LEAST + 2
+"""Lines: of the loss, of its axis and of the speed."""
 COLOURS_OF_LEVELS = {"warning": "yellow", "error": "red"}
 
 
@@ -61,11 +66,16 @@ def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -
     """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone."""
     console = console or PlainConsole()
     dashboard = Dashboard(run)
-    with Live(_looked_at(dashboard, console.width), console=console, auto_refresh=False) as live:
+
+    def view() -> Group:
+        width = console.picture_width if isinstance(console, PlainConsole) else console.width
+        return _looked_at(dashboard, width, console.height if console.is_terminal else None)
+
+    with Live(view(), console=console, auto_refresh=False) as live:
         try:
             while not dashboard.status.state.is_final:
                 time.sleep(refresh_s)
-                live.update(_looked_at(dashboard, console.width), refresh=True)
+                live.update(view(), refresh=True)
         except KeyboardInterrupt:
             pass
 
@@ -80,28 +90,52 @@ def recorded_alerts(run: Run) -> list[Alert]:
     return dashboard.watchman.log.alerts
 
 
-def _looked_at(dashboard: Dashboard, width: int) -> Group:
+def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> Group:
+    """Returns the view of a run as it is now, its curves as high as the screen leaves room for."""
     while dashboard.read():
         pass
     dashboard.look()
     width = max(40, min(width, 120))
+    above, below = _heading(dashboard, width), _told(dashboard)
+    if height is None:
+        return Group(*above, *_curves(dashboard, width), *_alerts(dashboard, ALERTS_SHOWN), *below)
+    alerts, free = [], height - 1 - CURVES_LEAST - _lines([*above, *below], width)  # one line is the cursor's
+    for alert in _alerts(dashboard, height):
+        if (free := free - _lines([alert], width)) < 0:
+            break
+        alerts.append(alert)
+    return Group(*above, *_curves(dashboard, width, spare=max(0, free)), *alerts, *below)
+
+
+def _lines(parts: Sequence[RenderableType], width: int) -> int:
+    console = Console(width=width, file=io.StringIO())
+    return len(console.render_lines(Group(*parts), pad=False)) if parts else 0
+
+
+def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
+    """Returns name, state with its reason, and the numbers of the last step."""
     facts = dashboard.facts()
     title = Text.assemble(
         (facts["name"], "bold"), "  ", (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")), "  ",
         (facts["reason"], "dim"),
     )  # fmt: skip
-    parts = [title, _tiles(dashboard, facts, width), *_curves(dashboard, width), *_alerts(dashboard)]
+    return [title, _tiles(dashboard, facts, width)]
+
+
+def _told(dashboard: Dashboard) -> list[RenderableType]:
+    """Returns scores, what was asked of the run, and its last words."""
+    parts: list[RenderableType] = []
     if scores := last_scores(dashboard.run):
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
-    for name, request in facts["actions"].items():
+    for name, request in dashboard.facts()["actions"].items():
         done = f", done {_clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
         parts.append(Text(f"{name}: asked {_clock(request['asked_at'])}{done}", style="cyan"))
     if not dashboard.run.directory.is_dir():
         parts.append(Text(f"{dashboard.run.directory} was removed: this is what was read before", style="red"))
     elif dashboard.status.state is JobState.FAILED:
         parts.append(Text("\n".join(dashboard.log().rstrip().splitlines()[-8:]), style="dim"))
-    return Group(*parts)
+    return parts
 
 
 def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
@@ -129,18 +163,20 @@ def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
     return table
 
 
-def _curves(dashboard: Dashboard, width: int) -> list[Text]:
-    """Returns the loss as a curve of some lines, and the speed as one line of bars."""
+def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
+    """Returns the loss as a curve of some lines, and the speed as one or a few; `spare` lines more than the least."""
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
-    steps, mfu = dashboard.columns["step"], dashboard.curves["mfu"]
-    lines = [Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10)]
+    steps, facts = dashboard.columns["step"], dashboard.facts()
+    high = LOSS_LEAST + spare - spare // 4
+    lines = [Text(line, style="blue") for line in curve(dashboard.columns["loss"], width - 10, high)]
     ends = f"step {int(steps[0]):,}", f"{int(steps[-1]):,}"
     lines.append(Text(" " * 9 + ends[0] + ends[1].rjust(width - 10 - len(ends[0])), style="dim"))
-    name, values = ("MFU", mfu) if np.isfinite(mfu).any() else ("tok/s", dashboard.curves["tokens_per_s"])
-    shown = ".1%" if name == "MFU" else ",.0f"
-    bars = curve(values, width - 18, height=1)[0][9:]
-    lines.append(Text(f"{name:>8} {bars} {_show(_last_finite(values), shown)}", style="green"))
+    # Beside the bars stands the number of the heading, the median of the last steps, and not that of the last alone.
+    key, name, form = ("tokens_per_s", "tok/s", ",.0f") if facts.get("why_no_mfu") else ("mfu", "MFU", ".1%")
+    bars = [line[9:] for line in curve(dashboard.curves[key], width - 18, 1 + spare // 4)]
+    lines += [Text(f"{'':>8} {line}", style="green") for line in bars[:-1]]
+    lines.append(Text(f"{name:>8} {bars[-1]} {_show(facts.get(key), form)}", style="green"))
     return lines
 
 
@@ -167,10 +203,10 @@ def curve(values: np.ndarray, width: int, height: int = 5) -> list[str]:
     return lines
 
 
-def _alerts(dashboard: Dashboard) -> list[Text]:
+def _alerts(dashboard: Dashboard, count: int) -> list[Text]:
     """Returns the newest alerts, whole: what to do stands at their end."""
     lines = []
-    for alert in dashboard.watchman.log.alerts[: -ALERTS_SHOWN - 1 : -1]:
+    for alert in dashboard.watchman.log.alerts[: -count - 1 : -1]:
         mark = "✖" if alert.level == "error" else "⚠"
         line = Text(f"{mark} {_clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
         line.stylize(COLOURS_OF_LEVELS[alert.level])

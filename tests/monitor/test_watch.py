@@ -18,7 +18,7 @@ from cluster.state import ExitReport, JobState, ask, asked_at, take_request, wri
 from kit.__main__ import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
-from kit.monitor.alerts import Alert
+from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.monitor.live import view_html
@@ -73,6 +73,29 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
         assert wanted in words
     if width == 80:
         assert len(lines) <= 16, "one look, no scrolling"
+
+
+def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
+    _lose_a_loss(run, 390)
+    for step in range(10, 200, 20):
+        AlertLog(run.directory / "alerts.jsonl").add([Alert(kind="spike", level="warning", message="loss spike 9 " * 9,
+                                                            attempt=1, step=step * 60, time=1.0)])  # fmt: skip
+    for height in (16, 30, 50):
+        screen = io.StringIO()
+        say(run, JobState.DONE, attempt=2, step=400, process=dead_process())  # so that it is shown once
+        watch(run, console=Console(file=screen, width=80, height=height, force_terminal=True, highlight=False))
+        last = screen.getvalue().rpartition("● lost")[2].rstrip()
+        assert height - 3 <= last.count("\n") < height and "nan: loss is not finite" in last, height
+
+
+def test_the_speed_beside_the_bars_is_that_of_the_heading(run: Run) -> None:
+    file = run.directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[-1]["step_time_s"] *= 10
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = " ".join(_screen(run, 80)).split()
+    shown = [word for word in words if word.endswith("%")]
+    assert len(shown) == 3 and len(set(shown)) == 1, "MFU, HFU, and MFU again"
 
 
 def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
