@@ -12,6 +12,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 EngineName = Literal["native", "deepspeed", "neuron"]
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
+TRN1_CORES = 32
+"""NeuronCores, and so ranks of engine neuron, on a node: a trn1.32xlarge."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,6 +176,8 @@ class Plan(Record):
                 f"plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did; {spec.name!r} "
                 f"is not one. Use engine 'native', or another model."
             )
+        if self.engine == "neuron" and self.tensor_parallel == 4:
+            self._check_four_neuron_ranks(spec)
         if num_processes is not None and num_processes != self.num_devices:
             raise ConfigError(
                 f"plan: tensor {self.tensor_parallel} x pipeline {self.pipeline_parallel} x data "
@@ -202,6 +206,24 @@ class Plan(Record):
             raise ConfigError(
                 f"spec.sequence_length: {spec.sequence_length} is not divisible by tensor_parallel = "
                 f"{self.tensor_parallel}, which sequence_parallel needs."
+            )
+
+    def _check_four_neuron_ranks(self, spec: ModelSpec) -> None:
+        # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each group of four over its node, side by
+        # side with others of the same pipeline stage, but adds up copied heads as if the four were neighbours.
+        if self.kv_replication(spec) > 1:
+            raise ConfigError(
+                f"plan.tensor_parallel: 4 is not allowed with engine 'neuron' where spec.num_kv_heads is "
+                f"{spec.num_kv_heads}: NxD adds up the gradients of copied key/value heads over the wrong ranks. Use "
+                f"{spec.num_kv_heads}, or 8 and more."
+            )
+        groups = min(self.num_devices, TRN1_CORES) // 4
+        if self.data_parallel % groups:
+            raise ConfigError(
+                f"plan.data_parallel: {self.data_parallel} is not allowed with engine 'neuron', tensor_parallel 4 and "
+                f"pipeline_parallel {self.pipeline_parallel}: NxD makes the {groups} groups of four ranks on a node "
+                f"replicas of each other. Use a multiple of {TRN1_CORES // 4}, pipeline_parallel 1, or another "
+                f"tensor_parallel."
             )
 
     def _repr_html_(self) -> str:

@@ -20,6 +20,8 @@ import torch.multiprocessing as mp
 
 def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
     """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback."""
+    import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
+
     context = mp.get_context("fork")
     queue, port = context.SimpleQueue(), _free_port()
     processes = [

@@ -1,10 +1,11 @@
 """Checkpoints of NeuronX Distributed (NxD), with which HLAT was trained: shards to the kit's decoder, in plain torch.
 
 A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's Llama, global over
-the pipeline, with fused matrices. The rules invert what scripts/checkpoint_converter.py of NxD 0.18 does
-(github.com/aws-neuron/neuronx-distributed). Trn1's order of heads is read; trn2's (grouped copies) is another.
+the pipeline, with fused matrices. Saved with `use_xser`, as HLAT's were, each tensor has a file of its own beside it.
+The rules invert what scripts/checkpoint_converter.py of NxD 0.18 does (github.com/aws-neuron/neuronx-distributed).
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+REFERENCE = "torch_xla.utils.serialization.TensorReference"
+"""The class that stands for a tensor in a file that was saved with use_xser, by its pickled name."""
 
 
 def import_nxd(folder: str | Path, spec: ModelSpec) -> Decoder:
@@ -77,8 +80,7 @@ class NxdShards:
         if leaf in ("q_proj", "k_proj", "v_proj"):
             return self._query_key_value(parent, leaf[0])
         if leaf == "o_proj":
-            weight = torch.cat(self._parts(name), dim=1)
-            return self._heads_in_order(weight.T).T if self._grouped(parent) else weight
+            return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
         if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
             half = ("gate_proj", "up_proj").index(leaf)  # each rank stacks its gate on its up
             return torch.cat([part.chunk(2)[half] for part in self._parts(f"{parent}.gate_up_proj.weight")])
@@ -89,44 +91,96 @@ class NxdShards:
         return self._parts(name)[0]  # norms are the same on all ranks
 
     def _query_key_value(self, parent: str, which: str) -> Tensor:
-        if self._grouped(parent):
-            weight = torch.cat(self._parts(f"{parent}.qkv_proj.weight_{which}"))
-            # Ranks beyond the key/value heads hold copies of them.
-            return (
-                self._heads_in_order(weight) if which == "q" else weight[: self.spec.num_kv_heads * self.spec.head_size]
+        weight = torch.cat(self._pieces(parent, which))
+        if which == "q":
+            return self._queries_in_order(weight)
+        if not self._copies_are_neighbours:
+            return weight[: self.spec.num_kv_heads * self.spec.head_size]
+        return weight.unflatten(0, (self.spec.num_kv_heads, self._copies, -1))[:, 0].flatten(0, 1)
+
+    def _pieces(self, parent: str, which: str) -> list[Tensor]:
+        """Returns what each tensor rank holds of a layer's queries, keys or values."""
+        index, held = "qkv".index(which), self._shards[0]
+        if f"{parent}.qkv_proj.weight_{which}" in held:
+            return self._parts(f"{parent}.qkv_proj.weight_{which}")
+        if f"{parent}.qkv_proj.weight_qkv" in held:  # fuse_qkv, which is on unless NxD is told otherwise
+            query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
+            fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
+            return [part.split([query, *[(len(part) - query) // 2] * 2])[index] for part in fused]
+        if f"{parent}.qkv_proj.weight" in held:  # every query head has a key/value head
+            return [part.chunk(3)[index] for part in self._parts(f"{parent}.qkv_proj.weight")]
+        return self._parts(f"{parent}.{which}_proj.weight")
+
+    @functools.cached_property
+    def _copies(self) -> int:
+        """How many times each key/value head is there."""
+        held = sum(len(part) for part in self._pieces("model.layers.0.self_attn", "k"))
+        rows = self.spec.num_kv_heads * self.spec.head_size
+        if held % rows:
+            raise DataError(
+                f"{self.folder}: its key/value heads have {held} rows in all, which is no multiple of the {rows} of "
+                f"{self.spec.name}. Give the spec that it was trained with."
             )
-        fused = f"{parent}.qkv_proj.weight"
-        if fused in self._shards[0]:  # without groups, each rank stacks its query, key and value
-            return torch.cat([part.chunk(3)["qkv".index(which)] for part in self._parts(fused)])
-        return torch.cat(self._parts(f"{parent}.{which}_proj.weight"))
+        return held // rows
 
-    def _grouped(self, parent: str) -> bool:
-        return f"{parent}.qkv_proj.weight_q" in self._shards[0]
+    @functools.cached_property
+    def _copies_are_neighbours(self) -> bool:
+        """Whether ranks side by side hold copies of a key/value head, as on Trn2, or different heads, as on Trn1.
 
-    def _heads_in_order(self, weight: Tensor) -> Tensor:
-        """Returns query heads, in the first dimension, in the model's order.
-
-        With every key/value head copied c times, c = tensor ranks / key/value heads, slot i k + j holds the block of
-        heads j c + i: so that slot and key/value head j lie on the same rank.
+        The weights tell, by where what the first rank holds is there again.
         """
         heads = self.spec.num_kv_heads
-        copies = max(1, self.tensor_parallel // heads)
-        return weight.unflatten(0, (copies, heads, -1)).transpose(0, 1).flatten(0, 2)
+        if self._copies == 1 or heads == 1:
+            return False
+        keys = torch.cat(self._pieces("model.layers.0.self_attn", "k")).unflatten(0, (heads * self._copies, -1)).float()
+        last = heads * (self._copies - 1)  # on Trn1 the last copy of the first head; on Trn2 another head
+        beside, apart = ((keys[0] - keys[other]).norm().item() for other in (1, last))
+        # Stochastic rounding lets copies drift apart a little, so they are close rather than equal.
+        if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
+            raise DataError(
+                f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads} of {self.spec.name}, "
+                f"and neither neighbours nor every {heads}th are copies of each other. Give the spec that it was "
+                f"trained with."
+            )
+        return beside < apart
+
+    def _queries_in_order(self, weight: Tensor) -> Tensor:
+        """Returns query heads, in the first dimension, in the model's order.
+
+        On Trn1, where every key/value head is copied c times, slot i k + j holds the block of heads j c + i: so that
+        slot and key/value head j lie on the same rank. On Trn2 the copies lie so that queries keep their order.
+        """
+        if self._copies_are_neighbours:
+            return weight
+        return weight.unflatten(0, (self._copies, self.spec.num_kv_heads, -1)).transpose(0, 1).flatten(0, 2)
 
     def _parts(self, name: str) -> list[Tensor]:
         if name not in self._shards[0]:
             raise DataError(f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with.")
-        return [shard[name] for shard in self._shards]
+        found = (shard[name] for shard in self._shards)
+        return [load_tensors(part)[""] if isinstance(part, Path) else part for part in found]
 
 
-def _load(file: Path) -> dict[str, Tensor]:
-    if Path(f"{file}.tensors").exists():
-        raise DataError(
-            f"{file}: was saved with use_xser, whose files only torch_xla reads. Convert it on the Neuron machine, or "
-            f"save with use_xser=False."
-        )
-    state = load_tensors(file)
-    return state["model"] if isinstance(state.get("model"), dict) else state
+class TensorReference:
+    """Takes the place of Torch-XLA's class of this name: `tid` is the number of the tensor's file."""
+
+    tid: int
+
+
+def _load(file: Path) -> dict[str, Tensor | Path]:
+    """Returns weights by name; of a file that was saved with use_xser, where each is."""
+    tensors = Path(f"{file}.tensors")
+    if not tensors.is_dir():
+        state = load_tensors(file)
+        return state["model"] if isinstance(state.get("model"), dict) else state
+    with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
+        state = load_tensors(file)
+    state = state["model"] if isinstance(state.get("model"), dict) else state
+    numbers = {name: held.tid for name, held in state.items() if isinstance(held, TensorReference)}
+    for name, number in numbers.items():
+        if not isinstance(number, int):
+            raise DataError(f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint again.")
+    return {name: tensors / f"tensor_{number}.pt" for name, number in numbers.items()}
 
 
 def load_tensors(file: Path) -> dict[str, Any]:

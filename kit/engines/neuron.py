@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from kit.engines.neuron_adapter import Nxd
-from kit.engines.neuron_config import check_environment, nxd_arguments
+from kit.engines.neuron_config import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron_model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
 from kit.engines.neuron_weights import Weights
 from kit.plan import Plan
@@ -47,14 +47,17 @@ class NeuronEngine:
         check_environment(plan, os.environ)
         self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
+        check_platform(plan, spec, self.nxd.platform)
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None
         self.weights = Weights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
         self.model = self.nxd.model(config=self.config, build=self._build)
+        named = list(self.model.named_parameters())
         self.optimizer = self.nxd.optimizer(
             config=self.config,
-            parameters=self.parameters(),
+            parameters=[parameter for _, parameter in named],
+            holders=[self.weights.holders(name) for name, _ in named],
             lr=recipe.learning_rate,
             betas=(recipe.beta1, recipe.beta2),
             eps=recipe.eps,
@@ -115,8 +118,7 @@ class NeuronEngine:
             loss = self._mean_over_replicas(loss)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step()  # adds up over sequence parts and replicas, and clips
-        norm = self.optimizer.grad_norm
+        norm = self.nxd.step(optimizer=self.optimizer)  # adds up over sequence parts and replicas, and clips
         self.optimizer.zero_grad()
         self.nxd.mark_step()
         return float(loss), float(norm)

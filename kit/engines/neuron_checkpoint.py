@@ -63,6 +63,7 @@ class NxdCheckpoints:
             tag=self.checkpoints.path(facts["step"]).name,
             model=self.engine.model,
             optimizer=self.engine.optimizer,
+            is_sharded=self.engine.plan.zero_stage == 1,
             content={name: facts[name] for name in ("step", "samples", "tokens", "seed")},
         )
         self.pending = (facts, SETTLE_STEPS)

@@ -19,6 +19,11 @@ CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 made bf16 here, and the variables must be off where they still work. Source: "Migration From XLA_USE_BF16 /
 XLA_DOWNCAST_BF16", AWS Neuron documentation 2.28."""
 ROUNDING, COMPILER = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_CC_FLAGS"
+FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
+"""Makes NxD name the first tensor group alone and guess the others from it, as HLAT's 70B did. With four tensor ranks,
+which are not neighbours, it guesses wrong."""
+TRN1 = ("trn1", "trn1n", "inf2")
+"""Platforms on which NxD puts different key/value heads side by side, and copies of one head apart."""
 NO_CAST = "--auto-cast=none"
 """Without it, the compiler makes bf16 of fp32 matrix products."""
 
@@ -41,7 +46,7 @@ def nxd_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, Any]
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            "grad_clipping": True,
+            "grad_clipping": master,  # without master weights the adapter clips, by a norm in fp32
             "max_grad_norm": recipe.gradient_clip,
         },
         # Written out, though NxD would derive them: its defaults have followed other keys from version to version.
@@ -74,21 +79,23 @@ def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
 
 
 def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
-    """Returns the variables without which the same calls compute in another precision.
+    """Returns the variables without which the same calls compute in another precision, or over other ranks.
 
     Args:
-        plan: whose precision is meant.
+        plan: which is meant.
         flags: the compiler's, to which one may be added.
     """
     is_rounded = plan.precision == "bf16" and plan.zero_stage == 0
     needed = {ROUNDING: "1" if is_rounded else "0", **dict.fromkeys(CASTS, "0")}
     if plan.precision == "fp32" and not _casts_nothing(flags):
         needed[COMPILER] = f"{flags} {NO_CAST}".strip()
+    if plan.tensor_parallel == 4:
+        needed[FIRST_GROUP_ALONE] = "0"
     return needed
 
 
 def job_environment(plan: Plan, site: Site) -> dict[str, str]:
-    """Returns the variables that a job needs for the plan's precision, and what HLAT tuned beside them, from its site.
+    """Returns the variables that a job needs for the plan, and what HLAT tuned beside them, from its site.
 
     Raises:
         ConfigError: the site is a cluster without such a profile, so not one of Trainium.
@@ -100,7 +107,7 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
 
 
 def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Returns nothing if the variables of this process give the plan's precision: HLAT saw pure bf16 without
+    """Returns nothing if the variables of this process are those that the plan needs: HLAT saw pure bf16 without
     stochastic rounding diverge, and neither NxD nor a loss curve's first steps would tell.
 
     Raises:
@@ -112,8 +119,28 @@ def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
         found = ", ".join(f"{name} is {environment.get(name, 'not set')!r}" for name in wrong)
         wanted = " ".join(f"{name}={needed[name]!r}" for name in wrong)
         raise ConfigError(
-            f"plan.precision: {plan.precision!r} with zero_stage {plan.zero_stage} on engine 'neuron' needs {wanted}, "
-            f"but {found}. Launch on a Trainium site, which sets them, or export them."
+            f"plan.precision: {plan.precision!r} with zero_stage {plan.zero_stage} and tensor_parallel "
+            f"{plan.tensor_parallel} on engine 'neuron' needs {wanted}, but {found}. Launch on a Trainium "
+            f"site, which sets them, or export them."
+        )
+
+
+def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
+    """Returns nothing if NxD lays out key/value heads on this platform as `kit.engines.neuron_weights` does.
+
+    Args:
+        plan: how heads are cut.
+        spec: how many there are.
+        platform: as torch_neuronx names it.
+
+    Raises:
+        ConfigError: heads are copied, and not in Trn1's order.
+    """
+    if plan.kv_replication(spec) > 1 and platform not in TRN1:
+        raise ConfigError(
+            f"plan.tensor_parallel: {plan.tensor_parallel} with spec.num_kv_heads {spec.num_kv_heads} on engine "
+            f"'neuron' copies heads, in an order that is known for {', '.join(TRN1)} only; this is {platform!r}. Use "
+            f"tensor_parallel {spec.num_kv_heads} or less."
         )
 
 

@@ -52,6 +52,12 @@ class Weights:
             weight_v=lambda: self._cut(self._initial(value).repeat(self.copies, 1), 0),
         )
 
+    def holders(self, name: str) -> int:
+        """Returns how many tensor ranks hold the same part of a weight, by NxD's name of it."""
+        if name.endswith("norm.weight"):
+            return self.ranks
+        return self.copies if name.endswith((".weight_k", ".weight_v")) else 1
+
     def fill(self, module: nn.Module) -> None:
         """Fills a module's own weights, if it has any."""
         for name, value in getattr(module, "kit_weights", {}).items():

@@ -4,6 +4,8 @@ The makers below follow the layers' meaning, with loops over heads, so that they
 """
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -47,8 +49,8 @@ def assert_equal(found: Decoder, expected: Decoder) -> None:
 # NxD -------------------------------------------------------------------------------------------------------------
 
 
-def nxd_rank(decoder: Decoder, rank: int, tensor: int) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of the whole model."""
+def nxd_rank(decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool) -> dict[str, Tensor]:
+    """Returns what one tensor rank holds of the whole model; with `fused`, query, key and value in one matrix."""
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -74,26 +76,33 @@ def nxd_rank(decoder: Decoder, rank: int, tensor: int) -> dict[str, Tensor]:
             continue
         # This rank computes one key/value head and one of the blocks of query heads that belong to it.
         kv_head, block = rank % spec.num_kv_heads, rank // spec.num_kv_heads
+        if platform == "trn2":
+            kv_head, block = rank // copies, rank % copies
         group = spec.num_heads // spec.num_kv_heads
         first = kv_head * group + block * (group // copies)
         heads = range(first, first + group // copies)
         rows = [row for head in heads for row in range(head * size, (head + 1) * size)]
-        mine[f"{attention}.qkv_proj.weight_q"] = q[rows]
-        mine[f"{attention}.qkv_proj.weight_k"] = k[kv_head * size : (kv_head + 1) * size].clone()
-        mine[f"{attention}.qkv_proj.weight_v"] = v[kv_head * size : (kv_head + 1) * size].clone()
+        parts = q[rows], *(part[kv_head * size : (kv_head + 1) * size].clone() for part in (k, v))
+        if fused:
+            mine[f"{attention}.qkv_proj.weight_qkv"] = torch.cat(parts)
+        else:
+            mine |= {f"{attention}.qkv_proj.weight_{which}": part for which, part in zip("qkv", parts, strict=True)}
         mine[f"{attention}.o_proj.weight"] = o[:, rows]
     return mine
 
 
-def write_nxd(decoder: Decoder, folder: Path, tensor: int, pipeline: int) -> Path:
+def write_nxd(
+    decoder: Decoder, folder: Path, tensor: int, pipeline: int, platform: str = "trn1", fused: bool = False
+) -> Path:
     (folder / "model").mkdir(parents=True)
     share = decoder.spec.num_layers // pipeline
     for rank in range(tensor):
+        held = nxd_rank(decoder, rank, tensor, platform, fused)
         for stage in range(pipeline):
             here = [f"model.layers.{i}." for i in range(stage * share, (stage + 1) * share)]
             here += ["model.embed_tokens"] if stage == 0 else []
             here += ["model.norm", "lm_head"] if stage == pipeline - 1 else []
-            state = {n: w for n, w in nxd_rank(decoder, rank, tensor).items() if n.startswith(tuple(here))}
+            state = {n: w for n, w in held.items() if n.startswith(tuple(here))}
             torch.save(state, folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt")
     return folder
 
@@ -107,6 +116,74 @@ def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: in
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline)
     assert_equal(import_nxd(folder, decoder.spec), decoder)
     assert_equal(import_nxd(folder / "model", decoder.spec), decoder)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("platform", ["trn1", "trn2"])
+@pytest.mark.parametrize(("num_kv_heads", "tensor"), [(2, 8), (4, 8), (1, 4)])
+def test_nxd_shards_tell_the_order_of_their_heads(platform, fused, num_kv_heads, tensor, tmp_path) -> None:
+    decoder = llama(num_kv_heads)
+    folder = write_nxd(decoder, tmp_path / "step_10", tensor, 2, platform, fused)
+    assert_equal(import_nxd(folder, decoder.spec), decoder)
+
+
+def test_copies_that_stochastic_rounding_let_drift_are_still_copies(tmp_path: Path) -> None:
+    decoder = llama(2)
+    folder = write_nxd(decoder, tmp_path / "step_10", 4, 1)
+    drifted = folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"
+    state = torch.load(drifted)
+    state["model.layers.0.self_attn.qkv_proj.weight_k"] *= 1 + 2**-8
+    torch.save(state, drifted)
+    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    state["model.layers.0.self_attn.qkv_proj.weight_k"] *= -1
+    torch.save(state, drifted)
+    with pytest.raises(DataError, match="neither neighbours nor every 2th are copies"):
+        import_nxd(folder, decoder.spec)
+
+
+def write_xser(folder: Path) -> None:
+    """Splits the files of a folder as NxD's use_xser does: each tensor has a file of its own."""
+    for file in sorted((folder / "model").glob("*.pt")):
+        tensors = Path(f"{file}.tensors")
+        tensors.mkdir()
+        state = {}
+        for number, (name, tensor) in enumerate(torch.load(file).items()):
+            torch.save(tensor, tensors / f"tensor_{number}.pt")
+            state[name] = TheirReference(number)
+        torch.save(state, file)
+
+
+class TheirReference:
+    def __init__(self, tid: int) -> None:
+        self.tid = tid
+
+
+TheirReference.__module__, TheirReference.__qualname__ = "torch_xla.utils.serialization", "TensorReference"
+
+
+@pytest.fixture
+def torch_xla_serialization(monkeypatch) -> None:
+    """A module by whose name the references can be pickled."""
+    for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
+
+
+def test_nxd_shards_of_a_file_a_tensor_come_back_whole(torch_xla_serialization, tmp_path: Path) -> None:
+    decoder = llama(2)
+    folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
+    write_xser(folder)
+    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    file = folder / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    (Path(f"{file}.tensors") / "tensor_0.pt").unlink()
+    with pytest.raises(DataError, match=r"tp_rank_01_pp_rank_00.pt.tensors/tensor_0.pt: cannot be read"):
+        import_nxd(folder, decoder.spec)
+    torch.save({"model.norm.weight": TheirReference("../../elsewhere")}, file)
+    with pytest.raises(DataError, match=r"pp_rank_00.pt: tensor_'../../elsewhere'"):
+        import_nxd(folder, decoder.spec)
+    torch.save({"model.norm.weight": Path("code")}, file)
+    with pytest.raises(DataError, match="cannot be read as tensors"):
+        import_nxd(folder, decoder.spec)
 
 
 def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -130,9 +207,6 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
     folder = write_nxd(decoder, tmp_path / "step_10", 1, 1)
     torch.save({"model": Path("code")}, folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
     with pytest.raises(DataError, match="cannot be read as tensors"):
-        import_nxd(folder, decoder.spec)
-    (folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors").mkdir()
-    with pytest.raises(DataError, match="saved with use_xser"):
         import_nxd(folder, decoder.spec)
 
 

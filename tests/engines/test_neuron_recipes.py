@@ -1,12 +1,20 @@
 """HLAT's recipes, made from the Plan: what NxD is told, for which job, and what is refused."""
 
+import contextlib
 import json
 
 import pytest
 
 import kit
 from cluster.site import Site
-from kit.engines.neuron_config import check_environment, needed_environment, nxd_arguments, pipeline_cuts
+from kit.engines.neuron_config import (
+    check_environment,
+    check_platform,
+    job_environment,
+    needed_environment,
+    nxd_arguments,
+    pipeline_cuts,
+)
 from kit.errors import ConfigError
 from kit.launcher import job_spec
 from kit.plan import Plan
@@ -28,7 +36,7 @@ def test_7b_is_pure_bf16_without_sharding():
         "tensor_parallel_size": 8,
         "pipeline_parallel_size": 1,
         "sequence_parallel": True,
-        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
+        "optimizer_config": {"zero_one_enabled": False, "grad_clipping": False, "max_grad_norm": 1.0},
         "mixed_precision_config": {
             "use_master_weights": False,
             "use_fp32_grad_acc": False,
@@ -131,14 +139,59 @@ def test_models_that_hlat_did_not_train_are_refused(gpt_spec, llama_spec):
 
 
 def test_key_value_heads_are_copied_by_this_engine_only(llama_spec):
+    llama_spec = llama_spec.replace(num_heads=8)
     assert llama_spec.num_kv_heads == 2
-    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=4)
+    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=8)
     plan.check(llama_spec)
-    assert plan.kv_replication(llama_spec) == 2
-    with pytest.raises(ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 4"):
+    assert plan.kv_replication(llama_spec) == 4
+    with pytest.raises(ConfigError, match="spec.num_kv_heads: 2 is not divisible by tensor_parallel = 8"):
         plan.replace(engine="native").check(llama_spec)
     with pytest.raises(ConfigError, match="spec.num_heads"):
         plan.replace(tensor_parallel=6).check(llama_spec)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "pipeline", "data", "message"),
+    [
+        (4, 1, 1, None),
+        (4, 1, 8, None),
+        (4, 1, 16, None),
+        (4, 2, 8, None),
+        (2, 1, 8, "plan.tensor_parallel: 4 is not allowed .* spec.num_kv_heads is 2: .* Use 2, or 8 and more"),
+        (1, 1, 8, "plan.tensor_parallel: 4 is not allowed"),
+        (4, 2, 1, "plan.data_parallel: 1 is not allowed .* the 2 groups of four ranks on a node"),
+        (4, 2, 4, "plan.data_parallel: 4 is not allowed .* Use a multiple of 8, pipeline_parallel 1"),
+        (4, 1, 12, "plan.data_parallel: 12 is not allowed"),
+    ],
+)
+def test_four_tensor_ranks_are_refused_where_nxd_groups_them_wrongly(num_kv_heads, pipeline, data, message, llama_spec):
+    spec = llama_spec.replace(num_kv_heads=num_kv_heads)
+    plan = Plan(engine="neuron", precision="bf16", tensor_parallel=4, pipeline_parallel=pipeline, data_parallel=data,
+                global_batch_size=data)  # fmt: skip
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        plan.check(spec)
+    plan.replace(engine="native", tensor_parallel=1).check(spec)
+
+
+@pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
+def test_four_tensor_ranks_are_named_group_by_group(site):
+    plan = HLAT_70B.replace(tensor_parallel=4, pipeline_parallel=1, data_parallel=8)
+    environment = job_environment(plan, Site.load(site))
+    assert environment["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "0"
+    with pytest.raises(ConfigError, match="tensor_parallel 4 on engine 'neuron' needs NEURON_EXPERIMENTAL_COMPRESS_RG"):
+        check_environment(plan, environment | {"NEURON_EXPERIMENTAL_COMPRESS_RG": "1"})
+    assert job_environment(HLAT_70B, Site.load(site))["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "1"
+
+
+@pytest.mark.parametrize("platform", ["trn1", "trn2", "trn3"])
+def test_copied_heads_are_laid_out_for_trn1_only(platform):
+    copied, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
+    check_platform(HLAT_7B, whole, platform)
+    if platform == "trn1":
+        check_platform(HLAT_70B, copied, platform)
+    else:
+        with pytest.raises(ConfigError, match=f"trn1, trn1n, inf2 only; this is '{platform}'. Use tensor_parallel 8"):
+            check_platform(HLAT_70B, copied, platform)
 
 
 def test_a_recipe_without_clipping_is_refused():

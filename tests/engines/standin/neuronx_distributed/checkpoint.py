@@ -1,6 +1,12 @@
-"""Checkpoints of the stand-in: NxD's names and marks; `done` is written when saving is finished, as with async_save."""
+"""Checkpoints of the stand-in: NxD's names and marks, written when saving is finished, as by async_save on a slow disk.
 
+What counts as memory of the device is copied at the save. AdamW counts its steps on the host: those are written as they
+are when the writer comes to them.
+"""
+
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,7 +15,7 @@ from neuronx_distributed.parallel_layers import parallel_state
 from tests.engines.signatures import recorded
 
 NAME = "neuronx_distributed"
-PENDING: list[Path] = []
+PENDING: list[tuple[Path, list[tuple[Any, Path]]]] = []
 
 
 def ranks() -> dict[str, int]:
@@ -23,22 +29,27 @@ def file(folder: Path, kind: str, is_sharded: bool = False) -> Path:
 
 
 @recorded(NAME)
-def save_checkpoint(checkpoint_dir_str, tag, model, optimizer, user_content, async_save):
-    assert async_save
+def save_checkpoint(checkpoint_dir_str, tag, model, optimizer, zero1_optimizer, user_content, async_save):
+    assert async_save and isinstance(optimizer, dict)
     folder = Path(checkpoint_dir_str) / tag
-    is_sharded = optimizer.config["optimizer_config"]["zero_one_enabled"]
     for kind in ("model", "optim"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
+    items: list[tuple[Any, Path]] = []
     if ranks()["data"] == 0:
-        torch.save(stage(model), file(folder, "model"))
-    if is_sharded or ranks()["data"] == 0:
-        has_master = optimizer.config["mixed_precision_config"]["use_master_weights_in_ckpt"]
-        master = optimizer.stepped if has_master else None
-        torch.save((optimizer.optimizer.state_dict(), master), file(folder, "optim", is_sharded))
+        items.append((from_device(stage(model)), file(folder, "model")))
+    if zero1_optimizer or ranks()["data"] == 0:
+        items.append((from_device(optimizer), file(folder, "optim", zero1_optimizer)))
     if dist.get_rank() == 0:
         (folder / "checkpoint").write_text("1")
-        torch.save(user_content, folder / "user_content.pt")
-    PENDING.append(folder)
+        items.append((user_content, folder / "user_content.pt"))
+    PENDING.append((folder, items))
+
+
+def from_device(state: Any, name: str = "") -> Any:
+    """Returns the state to write: copies, but for what is on the host."""
+    if isinstance(state, dict):
+        return {key: from_device(value, key) for key, value in state.items()}
+    return state if name == "step" else copy.deepcopy(state)
 
 
 def stage(model) -> dict[str, torch.Tensor]:
@@ -61,7 +72,10 @@ def stage(model) -> dict[str, torch.Tensor]:
 def finalize_checkpoint():
     dist.barrier()
     while PENDING:
-        folder = PENDING.pop()
+        folder, items = PENDING.pop()
+        for item, path in items:
+            torch.save(item, path)
+        dist.barrier()
         if dist.get_rank() == 0:
             (folder / "done").write_text("1")
     dist.barrier()
@@ -74,14 +88,15 @@ def load_checkpoint(path, tag, model=None, optimizer=None):
     assert (folder / "done").exists()
     if optimizer is not None:
         is_sharded = optimizer.config["optimizer_config"]["zero_one_enabled"]
-        state, master = torch.load(file(folder, "optim", is_sharded))
+        state = torch.load(file(folder, "optim", is_sharded))
+        master = state.pop("sharded_master_weights", {})
         if is_sharded:
             optimizer.init_zero()
         optimizer.optimizer.load_state_dict(state)
         with torch.no_grad():
-            for stepped, parameter, saved in zip(optimizer.stepped, optimizer.parameters, master or [], strict=False):
-                stepped.copy_(saved)
-                parameter.copy_(saved)
+            for index, saved in master.items():
+                optimizer.stepped[index].copy_(saved)
+                optimizer.parameters[index].copy_(saved)
     if model is not None:
         assert model.layout is None, "the stand-in loads no pipeline"
         model.load_state_dict(torch.load(file(folder, "model")))

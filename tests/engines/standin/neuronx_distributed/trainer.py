@@ -94,7 +94,7 @@ class NxDModel(nn.Module):
             losses.append(loss.detach())
         assert len(losses) == count and self.layout["broadcast_and_average_loss"]
         mean, group = torch.stack(losses).mean(), parallel_state.mesh()["data"].get_group()
-        dist.all_reduce(mean, group=group)
+        add_up([mean], group)
         return mean / group.size()
 
     def state_dict(self, *arguments, **named):
@@ -131,6 +131,12 @@ class NxDOptimizer:
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             stepped.copy_(parameter)
 
+    def state_dict(self):
+        state = self.optimizer.state_dict()
+        if self.config["mixed_precision_config"]["use_master_weights_in_ckpt"]:
+            state["sharded_master_weights"] = dict(enumerate(self.stepped))
+        return state
+
     def zero_grad(self, set_to_none=False):
         CALLS.append(("zero_grad", {}))
         for parameter in self.parameters:
@@ -140,26 +146,34 @@ class NxDOptimizer:
     def step(self, closure=None):
         CALLS.append(("step", {"learning_rate": self.param_groups[0]["lr"]}))
         tensor, data = parallel_state.tensor_group(), parallel_state.mesh()["data"].get_group()
-        for parameter in self.parameters:
-            if self.config["sequence_parallel"] and getattr(parameter, "sequence_parallel_enabled", False):
-                dist.all_reduce(parameter.grad, group=tensor)
-            dist.all_reduce(parameter.grad, group=data)
-            parameter.grad /= data.size()
-        self.grad_norm = self.norm(tensor)
-        factor = self.clip / (self.grad_norm + 1e-6)
-        for parameter in self.parameters:
-            parameter.grad.mul_(factor.clamp(max=1.0))
+        marked = [p for p in self.parameters if getattr(p, "sequence_parallel_enabled", False)]
+        add_up([p.grad for p in marked] if self.config["sequence_parallel"] else [], tensor)
+        add_up([p.grad for p in self.parameters], data)
+        torch._foreach_div_([p.grad for p in self.parameters], data.size())
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             stepped.grad = parameter.grad.to(stepped.dtype)
+        if self.config["optimizer_config"]["grad_clipping"]:
+            self.grad_norm = self.norm(tensor)
+            for stepped in self.stepped:
+                stepped.grad.mul_((self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             parameter.copy_(stepped)
 
     def norm(self, group):
-        """Returns the norm as NxD counts: copies of key/value heads each, other copies once."""
-        squares = torch.zeros(())
-        for parameter in self.parameters:
+        """Returns the norm as NxD counts, in its dtype: copies of key/value heads each, other copies once."""
+        squares = torch.zeros(1, dtype=self.stepped[0].dtype)
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             share = 1 if getattr(parameter, "tensor_model_parallel", False) else group.size()
-            squares += parameter.grad.float().square().sum() / share
-        dist.all_reduce(squares, group=group)
+            squares += stepped.grad.norm() ** 2 / share
+        add_up([squares], group)
         return squares.sqrt()
+
+
+def add_up(tensors, group):
+    """Changes tensors of one dtype to their sums over the group."""
+    if tensors and group.size() > 1:
+        whole = torch.cat([tensor.flatten() for tensor in tensors])
+        dist.all_reduce(whole, group=group)
+        for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kit.parallel.linear import copy_to_ranks
-from neuronx_distributed.parallel_layers.layers import whole
+from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.parallel_layers.parallel_state import kv_group, tensor_group
 from tests.engines.signatures import check
 
@@ -33,6 +33,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
             weight.tensor_model_parallel = True
 
     def forward(self, x):
-        x = whole(x, self.is_sequence_parallel)
+        if self.is_sequence_parallel:
+            x = mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter)
+        else:
+            x = copy_to_ranks(x, tensor_group())
         key, value = (copy_to_ranks(weight, self.group) for weight in (self.weight_k, self.weight_v))
         return F.linear(x, self.weight_q), F.linear(x, key), F.linear(x, value)

@@ -1,10 +1,11 @@
 """Cut layers of the stand-in. As in NxD, a weight is known to be cut only once `init_weight_cpu` was called."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from kit.parallel.linear import copy_to_ranks, sum_over_ranks
+from kit.parallel.linear import sum_over_ranks
 from neuronx_distributed.parallel_layers import mappings
 from neuronx_distributed.parallel_layers.parallel_state import tensor_group
 from tests.engines.signatures import check
@@ -25,23 +26,35 @@ class Layer(nn.Module):
         self.weight.tensor_model_parallel = True
 
 
-def whole(x, is_sequence_parallel):
-    """Returns the input of a column layer: gradients of it are added up."""
-    if is_sequence_parallel:
-        return mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter)
-    return copy_to_ranks(x, tensor_group())
+class Whole(torch.autograd.Function):
+    """As NxD since 0.11: a gradient of another dtype than the sum's is copied, and the copy with the sum is dropped."""
+
+    @staticmethod
+    def forward(ctx, x, reduce_dtype):
+        ctx.reduce_dtype = reduce_dtype
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        if tensor_group().size() > 1:
+            dist.all_reduce(gradient.to(ctx.reduce_dtype), group=tensor_group())
+        return gradient, None
 
 
 class ColumnParallelLinear(Layer):
     def __init__(self, **arguments):
         super().__init__("ColumnParallelLinear", arguments)
         assert not arguments["bias"] and not arguments["gather_output"]
+        self.reduce_dtype = torch.float32
         self.weight = nn.Parameter(
             torch.empty(arguments["output_size"] // self.size, arguments["input_size"], dtype=self.dtype)
         )
 
     def forward(self, x):
-        return F.linear(whole(x, self.is_sequence_parallel), self.weight)
+        if self.is_sequence_parallel:
+            return F.linear(mappings.Mapping.apply(x, mappings.gather, mappings.reduce_scatter), self.weight)
+        return F.linear(Whole.apply(x, self.reduce_dtype), self.weight)
 
 
 class RowParallelLinear(Layer):

@@ -1,7 +1,14 @@
-"""Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline stages, as in NxD."""
+"""Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline stages, as in NxD on Trn1.
 
+Four tensor ranks are not, as there: they are spread over their node, of which the groups of copied key/value heads do
+not know.
+"""
+
+import os
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.engines.signatures import recorded
 
@@ -10,8 +17,14 @@ STATE: dict = {}
 
 
 def initialise(tensor: int, pipeline: int) -> None:
-    shape = (pipeline, dist.get_world_size() // (tensor * pipeline), tensor)
-    STATE["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "data", "tensor"))
+    world = dist.get_world_size()
+    ranks, data = torch.arange(world), world // (tensor * pipeline)
+    if tensor == 4:
+        groups_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world)) // tensor
+        ranks = ranks.reshape(pipeline, data // groups_per_node, tensor, groups_per_node).transpose(-1, -2)
+    names = ("pipeline", "data", "tensor")
+    STATE["mesh"] = DeviceMesh("cpu", ranks.reshape(pipeline, data, tensor), mesh_dim_names=names)
+    STATE["alone"], _ = dist.new_subgroups(group_size=1)
 
 
 def mesh() -> DeviceMesh:
@@ -19,9 +32,9 @@ def mesh() -> DeviceMesh:
 
 
 def kv_group(copies: int):
-    """Returns the ranks that hold the same key/value heads: on Trn1, every (tensor / copies)-th."""
+    """Returns the ranks that hold the same key/value heads, if tensor ranks are neighbours."""
     if copies not in STATE:
-        for ranks in mesh().mesh.flatten(0, 1).tolist():
+        for ranks in torch.arange(dist.get_world_size()).unflatten(0, (-1, tensor_group().size())).tolist():
             for first in range(len(ranks) // copies):
                 group = dist.new_group(ranks[first :: len(ranks) // copies])
                 if dist.get_rank() in ranks[first :: len(ranks) // copies]:
@@ -42,6 +55,17 @@ def get_tensor_model_parallel_rank():
 @recorded(NAME)
 def get_data_parallel_group(as_list=False):
     return mesh()["data"].get_group()
+
+
+@recorded(NAME)
+def get_tensor_model_parallel_group(as_list=False):
+    return tensor_group()
+
+
+@recorded(NAME)
+def get_pipeline_model_parallel_group(as_list=False):
+    """Of one rank: each runs the whole model, so there is nothing to add up."""
+    return STATE["alone"]
 
 
 def tensor_group():

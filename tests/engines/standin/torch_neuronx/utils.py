@@ -1,0 +1,5 @@
+"""Which platform the stand-in says it is on."""
+
+
+def get_platform_target() -> str:
+    return "trn1"
