@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.record import Record, field_doc
-from kit.convert.hugging_face import config_of
+from kit.convert.hugging_face_config import config_of
 from kit.convert.names import to_theirs
 from kit.engines import build_engine
 from kit.engines.adamw import adamw

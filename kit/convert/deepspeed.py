@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kit.convert.formats import named
 from kit.convert.names import fill
 from kit.convert.neuron import load_tensors
 from kit.errors import ConfigError, DataError
@@ -76,7 +77,10 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
     def read(name: str) -> Tensor:
         file = Path(folder) / "zero" / name / "fp32.pt"
         if not file.exists():
-            raise DataError(f"{file} does not exist. Give a folder global_stepN of a module with the kit's names.")
+            raise DataError(
+                f"{file} does not exist. {named(Path(folder), 'universal')}"
+                f"Give a folder global_stepN of a module with the kit's names."
+            )
         held = load_tensors(file)
         weight = held["param"] if "param" in held else held[""]
         # From ZeRO 3, DeepSpeed's converter writes a weight as a row, with what padded it out to all ranks.

@@ -8,12 +8,14 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cluster.record import check_file_name, suggestion
+from cluster.record import check_file_name
+from kit.convert.formats import named
+from kit.convert.hugging_face_config import Precision, config_of, spec_of
 from kit.convert.names import fill, from_theirs, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
@@ -24,20 +26,6 @@ from kit.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
-ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Names in GPT-2's configuration, and the kit's."""
-# What the kit's decoder does, where a configuration could ask for something else.
-FIXED = {
-    "llama": {"hidden_act": "silu"},
-    "gpt2": {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-        "add_cross_attention": False,
-    },
-}
-
-Precision = Literal["float32", "bfloat16", "float16"]
 
 
 # Export ----------------------------------------------------------------------------------------------------------
@@ -101,60 +89,6 @@ def export_run(
     return export_hugging_face(run.load_model(step), folder, tokenizer=tokenizer, precision=precision)
 
 
-def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str, Any]:
-    """Returns the `config.json` of a model.
-
-    Raises:
-        ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
-    """
-    is_llama = spec.family == "llama"
-    wanted = {"norm": "rmsnorm", "gated": True} if is_llama else {"norm": "layernorm", "gated": False, "bias": True}
-    for key, value in wanted.items():
-        if getattr(spec, key) != value:
-            raise ConfigError(
-                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only, this model has "
-                f"{getattr(spec, key)!r}. It cannot be written as one."
-            )
-    common = {
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "dtype": precision,
-        "initializer_range": spec.init_std,
-        "use_cache": True,
-    }
-    if is_llama:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": spec.hidden_size,
-            "intermediate_size": spec.ffn_hidden_size,
-            "num_hidden_layers": spec.num_layers,
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
-            "head_dim": spec.head_size,
-            "max_position_embeddings": spec.sequence_length,
-            "rms_norm_eps": spec.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-            "hidden_act": "silu",
-            "attention_bias": spec.bias,
-            "mlp_bias": spec.bias,
-            **common,
-        }
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": spec.hidden_size,
-        "n_inner": spec.ffn_hidden_size,
-        "n_layer": spec.num_layers,
-        "n_head": spec.num_heads,
-        "n_positions": spec.sequence_length,
-        "layer_norm_epsilon": spec.norm_eps,
-        "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **common,
-    }
-
-
 def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:
     if not isinstance(tokenizer, Path):
         return {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
@@ -182,7 +116,7 @@ def import_hugging_face(folder: str | Path) -> Decoder:
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
-    config = _read_table(folder / "config.json", "Give a folder of Hugging Face's.")
+    config = _read_table(folder / "config.json", f"{named(folder, 'Hugging Face')}Give a folder of Hugging Face's.")
     try:
         spec = spec_of(config, name=folder.resolve().name)
     except (KeyError, TypeError, ArithmeticError) as error:
@@ -198,53 +132,6 @@ def import_hugging_face(folder: str | Path) -> Decoder:
     decoder = empty_decoder(spec).eval()
     fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
     return decoder
-
-
-def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
-    """Returns the spec that a `config.json` describes.
-
-    Raises:
-        ConfigError: the kit's decoder is not that model.
-    """
-    kind = config.get("model_type", "")
-    if kind not in FIXED:
-        raise ConfigError(f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}")
-    rope = config.get("rope_parameters") or {}
-    _refuse(config, FIXED[kind])
-    if kind == "gpt2":
-        activation = config.get("activation_function", "gelu_new")
-        if activation not in ACTIVATIONS:
-            raise ConfigError(
-                f"config.activation_function: {activation!r} is not. {suggestion(activation, ACTIVATIONS)}"
-            )
-        return ModelSpec.gpt(
-            name=name, num_layers=config["n_layer"], hidden_size=config["n_embd"], num_heads=config["n_head"],
-            ffn_hidden_size=config.get("n_inner") or 4 * config["n_embd"], vocab_size=config["vocab_size"],
-            sequence_length=config["n_positions"], norm_eps=config.get("layer_norm_epsilon", 1e-5),
-            activation=ACTIVATIONS[activation], tied_embeddings=config.get("tie_word_embeddings", True),
-        )  # fmt: skip
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    biases = config.get("attention_bias", False)
-    fixed = {"rope_type": "default", "rope_scaling": None, "head_dim": hidden // heads, "mlp_bias": biases}
-    _refuse({"rope_type": rope.get("rope_type", "default"), **config}, fixed)
-    return ModelSpec.llama(
-        name=name, num_layers=config["num_hidden_layers"], hidden_size=hidden, num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads, ffn_hidden_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"], sequence_length=config["max_position_embeddings"],
-        norm_eps=config.get("rms_norm_eps", 1e-6), bias=biases,
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
-        tied_embeddings=config.get("tie_word_embeddings", False),
-    )  # fmt: skip
-
-
-def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:
-    for key, value in fixed.items():
-        found = config.get(key)
-        if found is not None and found != value:
-            raise ConfigError(
-                f"config.{key}: {found!r} cannot be imported, the kit's decoder has {value!r} only. "
-                f"Score this model with the harness's own Hugging Face model instead."
-            )
 
 
 class SafetensorsFolder:

@@ -1,18 +1,26 @@
 """Checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained: layer files to the kit's decoder.
 
 A checkpoint is a folder of `layer_XX-model_YY-model_states.pt`: pipeline layer XX, tensor rank YY. Some layers hold no
-weights, and how many depends on the precision, so layers are told apart by what they hold, in order of XX. Source:
-megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP) and language_model.py
-(EmbeddingPipe) of github.com/deepspeedai/Megatron-DeepSpeed.
+weights, and how many depends on the precision, so layers are told apart by what they hold, in order of XX. Shards of
+half the heads, twice as wide, look the same: how many there are is in the arguments that Megatron keeps beside them.
+Source: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP), language_model.py
+(EmbeddingPipe) and checkpointing.py of github.com/deepspeedai/Megatron-DeepSpeed.
 """
 
+import argparse
 import collections
+import io
+import pickle
 import re
+import warnings
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kit.convert.formats import named
 from kit.convert.names import fill
 from kit.convert.neuron import load_tensors
 from kit.errors import DataError
@@ -48,8 +56,12 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
 
     Raises:
         DataError: there are no layer files, some are missing, or they do not hold this model.
+
+    Warns:
+        UserWarning: Megatron's arguments are not there, so a wrong number of heads would not be seen.
     """
     layers = LayerFiles(Path(folder), spec)
+    _check_arguments(Path(folder), spec)
     decoder = empty_decoder(spec).eval()
     fill(decoder, layers.read, Path(folder))
     return decoder
@@ -65,6 +77,11 @@ class LayerFiles:
         for layer in _read_layers(folder):
             is_block = any(name.startswith("input_layernorm") for name in layer[0])
             (self.blocks if is_block else outside).append(layer)
+            ranks = len(layer)
+        if spec.num_kv_heads % ranks:
+            raise DataError(
+                f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks} tensor ranks."
+            )
         if len(self.blocks) != spec.num_layers:
             raise DataError(f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is {spec.num_layers}.")
         self.embedding = next((layer for layer in outside if "word_embeddings.weight" in layer[0]), None)
@@ -125,7 +142,10 @@ def _read_layers(folder: Path) -> list[Layer]:
         if match:
             files[int(match[1])][int(match[2])] = file
     if not files:
-        raise DataError(f"{folder}: has no layer_XX-model_YY-model_states.pt. Give a folder global_stepN.")
+        raise DataError(
+            f"{folder}: has no layer_XX-model_YY-model_states.pt. {named(folder, 'Megatron-DeepSpeed')}"
+            f"Give a folder global_stepN."
+        )
     ranks = max(len(ranks) for ranks in files.values())
     for number, layer in files.items():
         if sorted(layer) != list(range(ranks)):
@@ -144,12 +164,84 @@ def _merge(layer: Layer, name: str) -> Tensor:
 
 
 def _one(layer: Layer, name: str) -> Tensor:
-    return _parts(layer, name)[0]
+    parts = _parts(layer, name)
+    if not all(torch.equal(part, parts[0]) for part in parts):
+        raise DataError(f"{name} is not the same on all {len(parts)} tensor ranks. They are not of one checkpoint.")
+    return parts[0]
 
 
 def _parts(layer: Layer, name: str) -> list[Tensor]:
-    if name not in layer[0]:
-        raise DataError(
-            f"A layer holds no {name!r}, only {', '.join(layer[0])}. Give the spec that it was trained with."
+    for number, rank in enumerate(layer):
+        if name not in rank:
+            raise DataError(
+                f"tensor rank {number} holds no {name!r} in a layer, only {', '.join(rank)}. "
+                f"Give the spec that it was trained with."
+            )
+    parts = [rank[name] for rank in layer]
+    if len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise DataError(f"{name} has the shapes {shapes} on its tensor ranks. They are not of one checkpoint.")
+    return parts
+
+
+# Arguments -------------------------------------------------------------------------------------------------------
+
+DAMAGE = (OSError, ValueError, TypeError, AttributeError, EOFError, LookupError, zipfile.BadZipFile, pickle.PickleError)
+"""What reading a file that is cut short or is not what it says can raise."""
+ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
+ARGUMENTS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "layernorm_epsilon": "norm_eps",
+}
+"""Megatron's arguments, and the fields of a spec that say the same."""
+
+
+def _check_arguments(folder: Path, spec: ModelSpec) -> None:
+    found = _read_facts(folder / ARGUMENTS_FILE)
+    arguments = vars(found.get("args", argparse.Namespace()))
+    if "args" not in found:
+        warnings.warn(
+            f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained with; "
+            f"{spec.num_heads} are taken from the spec.",
+            stacklevel=3,
         )
-    return [rank[name] for rank in layer]
+    if found.get("checkpoint_version", 3.0) < 2:
+        raise DataError(f"{folder}: checkpoint_version {found['checkpoint_version']} has another order of heads, "
+                        f"which is not supported.")  # fmt: skip
+    for theirs, ours in ARGUMENTS.items():
+        if arguments.get(theirs) is not None and arguments[theirs] != getattr(spec, ours):
+            raise DataError(
+                f"{folder}: trained with {theirs} {arguments[theirs]}, but spec.{ours} is {getattr(spec, ours)}. "
+                f"Give the spec that it was trained with."
+            )
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it cannot be read."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            found = _Facts(io.BytesIO(archive.read(name))).load()
+    except DAMAGE:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Facts(pickle.Unpickler):
+    """Makes every class and function of a pickle an empty one, so that nothing in it runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return argparse.Namespace if (module, name) == ("argparse", "Namespace") else _Nothing
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+class _Nothing(dict):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None: ...

@@ -21,6 +21,7 @@ from kit.errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+OTHER_MAGIC = {b"TNTIDX\x00\x00": "fairseq's older `lazy` and `cached`"}
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LARGEST_UINT16_VOCAB = 65_536
 
@@ -112,12 +113,19 @@ class TokenFile:
         size = _size(idx, at_least=HEADER.size)
         with idx.open("rb") as stream:
             magic, version, code, num_sequences, index_length = HEADER.unpack(stream.read(HEADER.size))
+        if other := OTHER_MAGIC.get(magic[:8]):
+            raise DataError(f"{idx}: an index of {other} data, which is not supported. {rebuild_hint(idx.parent)}")
         if magic != MAGIC or version != VERSION or code not in TYPE_CODES:
             raise DataError(
                 f"{idx}: not a Megatron index: found magic {magic!r}, version {version}, type code {code}; "
                 f"expected {MAGIC!r}, {VERSION}, one of {sorted(TYPE_CODES)}. {rebuild_hint(idx.parent)}"
             )
         expected = HEADER.size + 12 * num_sequences + 8 * index_length
+        if size == expected + num_sequences > expected:
+            raise DataError(
+                f"{idx}: a multimodal index of megatron-core, with a mode for each of {num_sequences:,} sequences. "
+                f"That is not supported, only text is. {rebuild_hint(idx.parent)}"
+            )
         if size != expected:
             raise _wrong_size(idx, f"{expected:,}", size)
         if num_sequences == 0 or index_length == 0:

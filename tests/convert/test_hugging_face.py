@@ -1,5 +1,6 @@
 """Models go to Hugging Face's format and back bit for bit, and mean the same there."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 import transformers
 
-from kit.convert.hugging_face import config_of, export_hugging_face, import_hugging_face, spec_of
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_of
+from kit.convert.names import fill, from_theirs
 from kit.data import load_tokenizer
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
@@ -114,15 +117,58 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
     [
         ({"model_type": "mistral"}, "config.model_type: 'mistral' cannot be imported.*Allowed: gpt2, llama"),
         ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "config.rope_type: 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "config.rope_parameters: .*'llama3'.*'default' only"),
+        ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "config.rope_parameters: .*'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn"}, "rope_type": "default"}, "config.rope_parameters: .*'yarn'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "over whole heads"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "for all layers"),
         ({"rope_scaling": {"type": "linear"}}, "config.rope_scaling"),
         ({"head_dim": 32}, "config.head_dim: 32 cannot be imported, the kit's decoder has 16"),
-        ({"mlp_bias": True}, "config.mlp_bias"),
+        ({"mlp_bias": True}, "config.attention_bias: False beside mlp_bias True .* in both or in neither"),
+        ({"attention_bias": True}, "config.attention_bias: True beside mlp_bias False"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "config.quantization_config: weights in 'fp8'"),
+        (
+            {"model_type": "gpt2", "activation_function": "relu"},
+            "config.activation_function: 'relu' cannot be imported. .*Allowed: gelu, gelu_new",
+        ),
     ],
 )
 def test_other_models_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of({**config_of(LLAMA), **change}, name="other")
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"max_position_embeddings": 99, "rope_theta": 5e5, "num_key_value_heads": 2},
+    {"rope_scaling": {"rope_type": "default"}, "rope_theta": 5e5},
+    {"rope_scaling": {"type": "default", "rope_theta": 7e5}, "rope_parameters": {"rope_theta": 1e6}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
+    {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 5e5, "rope_type": "linear"},
+    {"rope_parameters": {}, "rope_scaling": None, "partial_rotary_factor": 1.0},
+    {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
+    size = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
+    given: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, **size, **config}
+    found, theirs = spec_of(given, name="x"), transformers.LlamaConfig(**copy.deepcopy(given))
+    model = transformers.LlamaForCausalLM(theirs)
+    decoder = build_decoder(found)
+    fill(decoder, lambda name: from_theirs(found, name, model.state_dict().__getitem__), Path("here"))
+    assert found.sequence_length == theirs.max_position_embeddings and found.norm_eps == theirs.rms_norm_eps
+    assert_same_logits(decoder.eval(), model)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_what_a_configuration_does_not_say_is_transformers_default(kind: str) -> None:
+    theirs = transformers.AutoConfig.for_model(kind)
+    assert {key: getattr(theirs, key) for key in DEFAULTS[kind]} == DEFAULTS[kind]
+    assert ALIASES[kind] == {key: value for key, value in theirs.attribute_map.items()}
+    if kind == "gpt2":
+        assert spec_of({"model_type": kind, "hidden_size": 64, "num_attention_heads": 4}, name="x").hidden_size == 64
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 The makers below follow the layers' meaning, with loops over heads, so that they share no rule with the importers.
 """
 
+import argparse
+import enum
 import json
 import sys
 import types
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kit.convert.average import average_folders, average_models
+from kit.convert.deepspeed import import_universal
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.names import to_theirs
@@ -258,7 +261,23 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
         layers[last + 1] = embedding if spec.tied_embeddings else output
         for number, state in layers.items():
             torch.save(state, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    arguments = argparse.Namespace(
+        num_layers=spec.num_layers, hidden_size=spec.hidden_size, num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads, layernorm_epsilon=spec.norm_eps, params_dtype=torch.float32,
+        position_embedding_type=Position.LEARNED, save=Path("elsewhere"),
+    )  # fmt: skip
+    write_arguments(folder, args=arguments, checkpoint_version=3.0)
     return folder
+
+
+class Position(enum.Enum):
+    """Megatron's own arguments hold such classes too, which are not to be had where a checkpoint is read."""
+
+    LEARNED = 1
+
+
+def write_arguments(folder: Path, **entries) -> None:
+    torch.save({"module": {}, "iteration": 10, **entries}, folder / "mp_rank_00_model_states.pt")
 
 
 GPT = ModelSpec.gpt(name="tiny", num_layers=3, hidden_size=64, num_heads=4, vocab_size=64, sequence_length=16)
@@ -290,6 +309,63 @@ def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         import_megatron_deepspeed(folder, GPT)
     with pytest.raises(DataError, match="has no layer_XX"):
         import_megatron_deepspeed(tmp_path, GPT)
+
+
+def test_heads_are_those_that_megatron_was_given(tmp_path: Path) -> None:
+    """The shards have the same shapes with half the heads, twice as wide."""
+    folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
+    with pytest.raises(DataError, match="trained with num_attention_heads 4, but spec.num_heads is 2"):
+        import_megatron_deepspeed(folder, GPT.replace(num_heads=2, num_kv_heads=2))
+    with pytest.raises(DataError, match="trained with layernorm_epsilon 1e-05, but spec.norm_eps is 1e-06"):
+        import_megatron_deepspeed(folder, GPT.replace(norm_eps=1e-6))
+    grouped = llama(2)
+    folder = write_megatron(grouped, tmp_path / "grouped", 2, first=1)
+    with pytest.raises(DataError, match="num_kv_heads 1 cannot be shared out over 2 tensor ranks"):
+        import_megatron_deepspeed(folder, grouped.spec.replace(num_heads=4, num_kv_heads=1))
+    write_arguments(folder, args=argparse.Namespace(), checkpoint_version=1.0)
+    with pytest.raises(DataError, match="checkpoint_version 1.0 has another order of heads"):
+        import_megatron_deepspeed(folder, grouped.spec)
+    (folder / "mp_rank_00_model_states.pt").unlink()
+    with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt, so nothing says how many heads"):
+        import_megatron_deepspeed(folder, grouped.spec)
+
+
+def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> None:
+    folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
+    file = folder / "layer_03-model_01-model_states.pt"
+    whole = torch.load(file)
+    for name, change, message in (
+        ("mlp.dense_h_to_4h.weight", lambda w: w[:-8], r"dense_h_to_4h.weight has the shapes \[128, 64\], \[120, 64\]"),
+        ("input_layernorm.weight", lambda w: w + 1, "input_layernorm.weight is not the same on all 2 tensor ranks"),
+    ):
+        torch.save({**whole, name: change(whole[name])}, file)
+        with pytest.raises(DataError, match=message):
+            import_megatron_deepspeed(folder, GPT)
+    torch.save({name: weight for name, weight in whole.items() if "dense_4h" not in name}, file)
+    with pytest.raises(DataError, match="tensor rank 1 holds no 'mlp.dense_4h_to_h.weight'"):
+        import_megatron_deepspeed(folder, GPT)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([".metadata", "__0_0.distcp", "common.pt"], "a distributed checkpoint of megatron-core .torch_dist."),
+        (["mp_rank_00/model_optim_rng.pt"], "a checkpoint of Megatron-LM .mp_rank_XX/model_optim_rng.pt."),
+        (["mp_rank_00_000/model_optim_rng.pt"], "a checkpoint of Megatron-LM"),
+        (["config.json", "model.safetensors"], "a Hugging Face folder"),
+        (["iter_0000100/mp_rank_00/model_optim_rng.pt"], "in iter_0000100"),
+    ],
+)
+def test_other_formats_are_called_by_their_name(files: list[str], message: str, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    for load in (import_megatron_deepspeed, import_universal):
+        with pytest.raises(DataError, match=message):
+            load(tmp_path, GPT)
+    if "config.json" not in files:
+        with pytest.raises(DataError, match=message):
+            import_hugging_face(tmp_path)
 
 
 # Averages --------------------------------------------------------------------------------------------------------

@@ -131,6 +131,24 @@ def test_another_format_is_refused(written, offset, name):
         TokenFile(written / "train")
 
 
+def test_formats_that_are_not_supported_are_called_by_their_name(tmp_path, written):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=np.int32, multimodal=True)
+    builder.add_item(torch.tensor([1, 2]), mode=0)
+    builder.add_item(torch.tensor([3]), mode=1)
+    builder.end_document()
+    builder.finalize(str(tmp_path / "x.idx"))
+    with pytest.raises(DataError, match="x.idx: a multimodal index of megatron-core, .* 2 sequences.*not supported"):
+        TokenFile(tmp_path / "x")
+    (written / "train.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(100))
+    with pytest.raises(DataError, match="train.idx: an index of fairseq's older .* not supported"):
+        TokenFile(written / "train")
+
+
 def test_an_index_that_does_not_cover_the_tokens_is_refused(written):
     data = bytearray((written / "train.idx").read_bytes())
     data[HEADER.size : HEADER.size + 4] = (1).to_bytes(4, "little")

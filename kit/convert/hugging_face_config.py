@@ -1,0 +1,204 @@
+"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch."""
+
+from typing import Any, Literal
+
+from cluster.record import suggestion
+from kit.errors import ConfigError
+from kit.spec import ModelSpec
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names in GPT-2's configuration, and the kit's."""
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    },
+    "gpt2": {
+        "vocab_size": 50_257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+"""What transformers takes where a configuration is silent."""
+ROPE_THETA = 10_000.0
+"""The same, for rotary frequencies."""
+ALIASES = {
+    "llama": {},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    },
+}
+"""Other names that transformers takes for the same."""
+# What the kit's decoder does, where a configuration could ask for something else.
+FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_act": "silu"},
+    "gpt2": {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+    },
+}
+ELSEWHERE = "Score this model with the harness's own Hugging Face model instead."
+
+Precision = Literal["float32", "bfloat16", "float16"]
+
+
+def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str, Any]:
+    """Returns the `config.json` of a model.
+
+    Raises:
+        ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
+    """
+    is_llama = spec.family == "llama"
+    wanted = {"norm": "rmsnorm", "gated": True} if is_llama else {"norm": "layernorm", "gated": False, "bias": True}
+    for key, value in wanted.items():
+        if getattr(spec, key) != value:
+            raise ConfigError(
+                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only, this model has "
+                f"{getattr(spec, key)!r}. It cannot be written as one."
+            )
+    common = {
+        "vocab_size": spec.vocab_size,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "dtype": precision,
+        "initializer_range": spec.init_std,
+        "use_cache": True,
+    }
+    if is_llama:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.ffn_hidden_size,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_dim": spec.head_size,
+            "max_position_embeddings": spec.sequence_length,
+            "rms_norm_eps": spec.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+            "hidden_act": "silu",
+            "attention_bias": spec.bias,
+            "mlp_bias": spec.bias,
+            **common,
+        }
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": spec.hidden_size,
+        "n_inner": spec.ffn_hidden_size,
+        "n_layer": spec.num_layers,
+        "n_head": spec.num_heads,
+        "n_positions": spec.sequence_length,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **common,
+    }
+
+
+def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
+    """Returns the spec that a `config.json` describes.
+
+    Raises:
+        ConfigError: the kit's decoder is not that model.
+    """
+    kind = config.get("model_type", "")
+    if kind not in FIXED:
+        raise ConfigError(f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
+        raise ConfigError(f"config.quantization_config: weights in {method!r} cannot be imported. {ELSEWHERE}")
+    given = {ALIASES[kind].get(key, key): value for key, value in config.items()}
+    config = {**DEFAULTS[kind], **given}
+    _refuse(config, FIXED[kind])
+    return _llama(config, name) if kind == "llama" else _gpt2(config, name)
+
+
+def _llama(config: dict[str, Any], name: str) -> ModelSpec:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    _refuse(config, {"head_dim": hidden // heads})
+    if config["attention_bias"] != config["mlp_bias"]:
+        raise ConfigError(
+            f"config.attention_bias: {config['attention_bias']!r} beside mlp_bias {config['mlp_bias']!r} cannot be "
+            f"imported, the kit's decoder has biases in both or in neither. {ELSEWHERE}"
+        )
+    return ModelSpec.llama(
+        name=name,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        ffn_hidden_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        sequence_length=config["max_position_embeddings"],
+        norm_eps=config["rms_norm_eps"],
+        bias=config["attention_bias"],
+        rope_theta=_rope_theta(config),
+        tied_embeddings=config["tie_word_embeddings"],
+    )
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """Returns the base of the rotary frequencies, which must not be scaled.
+
+    `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before the older `type`, and
+    `rope_theta` before the one beside it. A `rope_type` at the top means nothing. All as transformers reads it.
+    """
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(where) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    by_layer = [key for key, value in rope.items() if isinstance(value, dict)]
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if kind != "default" or by_layer or partial not in (None, 1):
+        raise ConfigError(
+            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default' only, over whole "
+            f"heads, for all layers. {ELSEWHERE}"
+        )
+    return float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA)))
+
+
+def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:
+    activation = config["activation_function"]
+    if activation not in ACTIVATIONS:
+        raise ConfigError(
+            f"config.activation_function: {activation!r} cannot be imported. {suggestion(activation, ACTIVATIONS)}"
+        )
+    return ModelSpec.gpt(
+        name=name,
+        num_layers=config["n_layer"],
+        hidden_size=config["n_embd"],
+        num_heads=config["n_head"],
+        ffn_hidden_size=config.get("n_inner") or 4 * config["n_embd"],
+        vocab_size=config["vocab_size"],
+        sequence_length=config["n_positions"],
+        norm_eps=config["layer_norm_epsilon"],
+        activation=ACTIVATIONS[activation],
+        tied_embeddings=config["tie_word_embeddings"],
+    )
+
+
+def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:
+    for key, value in fixed.items():
+        found = config.get(key)
+        if found is not None and found != value:
+            raise ConfigError(
+                f"config.{key}: {found!r} cannot be imported, the kit's decoder has {value!r} only. {ELSEWHERE}"
+            )
