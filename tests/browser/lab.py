@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from typing import Any
 
 import nbformat
 import psutil
+
+from tests.environments import outside
 
 PATIENCE_S = 60.0  # of every wait: the machine may be busy with other things
 READY = """async () => { while (!window.jupyterapp) await new Promise(r => setTimeout(r, 50));
@@ -39,10 +40,10 @@ PLACES = {
 
 
 class Lab:
-    """A JupyterLab server with settings of its own, that serves `folder`."""
+    """A JupyterLab server of an environment, with settings of its own, that serves `folder`."""
 
-    def __init__(self, home: Path, folder: Path) -> None:
-        self.home, self.folder, self.log = home, folder, home / "server.log"
+    def __init__(self, python: Path, home: Path, folder: Path) -> None:
+        self.python, self.home, self.folder, self.log = python, home, folder, home / "server.log"
         for extension, settings in SETTINGS.items():
             file = home / "settings" / "@jupyterlab" / f"{extension}.jupyterlab-settings"
             file.parent.mkdir(parents=True)
@@ -55,10 +56,10 @@ class Lab:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.address = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
+        command = [str(self.python), "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}",
                    "--LabApp.expose_app_in_browser=True", "--IdentityProvider.token=", "--ServerApp.password=",
                    f"--ServerApp.root_dir={self.folder}"]  # fmt: skip
-        environment = os.environ | {name: str(self.home / place) for name, place in PLACES.items()}
+        environment = outside(**{name: str(self.home / place) for name, place in PLACES.items()})
         with self.log.open("a") as output:
             self.process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         wait_until(self._answers, self._last_words)

@@ -1,4 +1,7 @@
-"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes on."""
+"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes on.
+
+JupyterLab and its kernels run where a reader has installed the wheel: outside the checkout, with no chart library yet.
+"""
 
 import os
 import signal
@@ -10,11 +13,13 @@ import pytest
 import kit
 from cluster.job import read_status
 from cluster.state import JobState, read_state
+from kit.monitor import bundle
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.browser.lab import KERNEL, Lab, Notebook, wait_until
+from tests.environments import ROOT
 
 pytestmark = pytest.mark.slow
 OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
@@ -35,9 +40,9 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def lab(run, tmp_path_factory) -> Iterator[Lab]:
+def lab(run, reader_python, tmp_path_factory) -> Iterator[Lab]:
     """A server in the run's folder."""
-    server = Lab(tmp_path_factory.mktemp("home"), run.directory.parent)
+    server = Lab(reader_python(), tmp_path_factory.mktemp("home"), run.directory.parent)
     yield server
     server.stop()
 
@@ -46,7 +51,7 @@ def lab(run, tmp_path_factory) -> Iterator[Lab]:
 def opened(browser, lab, run) -> Iterator[Notebook]:
     """A notebook with three cells; every request of its pages is kept."""
     cells = ["import pathlib, time\nimport kit, kit.monitor\n"
-             f"run = kit.Run.open({str(run.directory)!r})",
+             f"run = kit.Run.open({str(run.directory)!r})\nprint(kit.__file__)",
              "kit.monitor.Monitor(run, baselines={'published': 4.5})",
              "pathlib.Path('begun').touch()\nwhile pathlib.Path('busy').exists():\n    time.sleep(0.05)\n"
              "pathlib.Path('ended').touch()"]  # fmt: skip
@@ -72,6 +77,18 @@ def process(run: Run):
     state = read_state(run.directory)
     assert state is not None and state.process is not None
     return state.process
+
+
+def test_the_first_dashboard_of_an_installed_wheel_fetches_what_it_draws_with(notebook) -> None:
+    package = notebook.text(".jp-CodeCell:nth-of-type(1) .jp-OutputArea-output")
+    assert "site-packages" in package and str(ROOT) not in package
+    said = [output for output in notebook.save().cells[1].outputs if output.output_type == "stream"]
+    assert [(each.name, each.text) for each in said] == [
+        ("stdout", f"Fetching the dashboard's chart library, uPlot {bundle.version()}, once ...\n")
+    ]
+    label = notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
+    assert "from step 1 " in label
+    notebook.photograph("lab-installed")
 
 
 def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) -> None:

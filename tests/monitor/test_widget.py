@@ -1,4 +1,4 @@
-"""The widget's kernel side, without a browser, and the chart library's bundle."""
+"""The widget's kernel side, without a browser."""
 
 import base64
 import json
@@ -24,10 +24,11 @@ from kit.monitor.widget import Monitor  # noqa: E402
 
 @pytest.fixture(scope="session")
 def bundled() -> Path:
-    """The chart library, which tests do not fetch."""
-    if not bundle.is_bundled():
-        pytest.skip(f"uPlot was not fetched: {bundle.COMMAND}")
-    return bundle.VENDOR
+    """The chart library."""
+    try:
+        return bundle.bundle()
+    except RunError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -211,25 +212,6 @@ def test_facts_of_the_last_step(tmp_path: Path) -> None:
     assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
     assert facts["tokens"] == metrics.total_tokens[-1] and facts["tokens_left"] == 900 * 4096
     assert facts["eta_s"] == pytest.approx(900 * metrics.summary()["step_time_s"])
-
-
-def test_no_library_is_told_with_the_command(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bundle, "VENDOR", tmp_path)
-    with pytest.raises(RunError, match="python -m kit.monitor.bundle"):
-        bundle.source()
-    monkeypatch.setattr(bundle.shutil, "which", lambda name: None)
-    monkeypatch.setattr(bundle, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="no npm"):
-        bundle.bundle()
-
-
-def test_the_bundle_is_the_pinned_version_with_its_licence(bundled: Path) -> None:
-    assert f"uPlot.js (v{bundle.version()})" in (bundled / "uPlot.iife.min.js").read_text()[:400].replace(
-        "\n", " "
-    ) or (json.loads((bundled / "package.json").read_text())["version"] == bundle.version())
-    assert "MIT" in (bundled / "LICENSE").read_text()
-    lock = json.loads((bundle.STATIC / "package-lock.json").read_text())["packages"]["node_modules/uplot"]
-    assert lock["version"] == bundle.version() and lock["integrity"].startswith("sha512-")
 
 
 def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None:
