@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from cluster.manifest import JOB_SET_API, MANAGED_BY
+from cluster.record import cut
 from cluster.state import JobError
 
 SELECTOR = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
@@ -104,7 +105,7 @@ class Cluster:
         except self.client.ApiException as error:
             raise JobError(f"Kubernetes refuses ({error.status}): {_message(error)}") from error
         except Exception as error:  # connection and validation errors of several packages
-            raise JobError(f"Kubernetes cannot be asked: {' '.join(str(error).split())[:500]}") from error
+            raise JobError(f"Kubernetes cannot be asked: {cut(' '.join(str(error).split()), 500)}") from error
 
 
 def _job_set(namespace: str) -> tuple[str, str, str, str]:

@@ -33,7 +33,7 @@ from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import PACKAGE_ROOT
 from cluster.process import Process
-from cluster.record import ConfigError
+from cluster.record import ConfigError, cut
 from cluster.state import (
     JobError,
     JobState,
@@ -275,7 +275,7 @@ def record(home: Home, attempt: int, outcome: Outcome) -> None:
     """Writes exit.json, then the final state; the files of a newer attempt, or of another run, are left alone."""
     run_dir = home.run_dir
     tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
-    reason = f"{outcome.reason}: {tail.splitlines()[-1].strip()[:200]}" if tail else outcome.reason
+    reason = f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
     try:
         home.check()
         write_end(

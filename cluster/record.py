@@ -235,5 +235,9 @@ def _shown(value: Any) -> str:
     """Returns a value as an error message can hold it."""
     if isinstance(value, int) and abs(value) >= LARGEST_FLOAT:  # Python refuses to write thousands of digits
         return f"of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return cut(repr(value), 200)
+
+
+def cut(text: str, length: int) -> str:
+    """Returns a text as it is, or about `length` characters of it: cut between words, if it has any, and marked."""
+    return text if len(text) <= length else f"{text[:length].rsplit(maxsplit=1)[0]} …"

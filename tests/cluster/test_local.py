@@ -97,13 +97,15 @@ def test_success_and_what_a_rank_finds(tmp_path, monkeypatch):
 
 
 def test_first_failing_rank_ends_the_others_and_is_named(tmp_path):
-    code = f"import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise ValueError('bad <data>')\n{SLEEP}"
+    words = "'bad <data>' + 100 * ' because'"
+    code = f"import os, time\nif os.environ['RANK'] == '1': time.sleep(0.2); raise ValueError({words})\n{SLEEP}"
     job = local.submit(spec(tmp_path, code, 3))
     start = time.monotonic()
     status = job.wait(20)
     assert time.monotonic() - start < 5
     assert status.state is JobState.FAILED and status.exit_code == 1
-    assert status.reason == "rank 1 ended with code 1: ValueError: bad <data>"
+    assert status.reason.startswith("rank 1 ended with code 1: ValueError: bad <data> because because ")
+    assert status.reason.endswith(" because …") and len(status.reason) > 500, "cut between words, and it says so"
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
     assert eventually(lambda: (state := read_state(job.run_dir)) and state.state is JobState.FAILED)
