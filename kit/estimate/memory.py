@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc
-from kit.estimate.activations import KIT, Kernels, LayerActivations, in_flight, layer_activations
+from kit.estimate.activations import KIT, Kernels, in_flight, layer_activations
 from kit.estimate.layouts import SCHEDULES, Array, Layouts
 from kit.estimate.out_of_memory import RESERVE, Reserve
 
@@ -201,40 +201,48 @@ class _Stages:
     """What the pipeline devices of a layout have in common, and the memory of each."""
 
     def __init__(self, layouts: Layouts, kernels: Kernels, convention: Convention) -> None:
-        self.layouts, self.kernels = layouts, kernels
-        t, p, v = layouts.tensor_parallel, layouts.pipeline_parallel, layouts.virtual_stages
-        h, f, kind = layouts.hidden_size, layouts.ffn_hidden_size, layouts.hidden_size.dtype
-        gated = layouts.gated.astype(kind)
-        self.plain = plain = 1 - gated  # GPT-style: LayerNorm, biases, learned positions
-        kv = h * (layouts.num_kv_heads / layouts.num_heads)
-        split = h * (2 * h + 2 * kv) + (2 + gated) * h * f + plain * (h + 2 * kv + f)
-        self.block_params = split / t + (2 + 4 * plain) * h
-        self.table_params = h * layouts.vocab_size / t
-        self.positions = plain * h * layouts.sequence_length
-        self.piped = p > 1
-        untied = np.logical_not(layouts.tied_embeddings)
-        self.head_params = self.table_params * (self.piped | untied) + (1 + plain) * h
-        count, stages = layouts.num_layers, p * v
-        per_stage = np.ceil(count / stages)
-        self.balanced = per_stage * stages == count + 2
-        self.layers = per_stage * v
-        self.tokens = layouts.micro_batch_size * layouts.sequence_length / layouts.context_parallel
-        self.layer: LayerActivations = layer_activations(layouts, kernels)
-        self.messages = np.where(self.piped, 8 * h / self.layer.sequence, 0.0) * self.tokens
-        self.messages += (layouts.context_parallel > 1) * (8 * h / t) * self.tokens
-        # Messages on their way are cut over the tensor parallel ranks, as Megatron and DeepSpeed send them.
-        self.sent = np.where(self.piped, 2 * h / t, 0.0)
-        self.logits = layouts.vocab_size / (1.0 if kernels.gathered_logits else t)
-        self.chunked = (self.kernels.chunk_logits > 0) & ~self.piped & (t == 1)
-        at_once = np.minimum(layouts.vocab_size, self.kernels.chunk_logits / self.tokens)
-        summed = np.where(at_once < layouts.vocab_size, 4 * h * layouts.vocab_size / self.tokens, 0.0)
-        self.chunk = self.kernels.chunk_logit_bytes * at_once + summed + 2 * h
-        gpipe = self.piped & (layouts.schedule == _GPIPE)  # all forward passes first, the others one at a time
-        self.head_count = np.where(gpipe, layouts.num_microbatches, 1.0)
-        self._share(convention)
+        x = self.layouts = layouts
+        self.kernels, self.layer = kernels, layer_activations(layouts, kernels)
+        self.tokens = x.micro_batch_size * x.sequence_length / x.context_parallel
+        self.piped = x.pipeline_parallel > 1
+        self.plain = 1 - x.gated.astype(x.hidden_size.dtype)  # GPT-style: LayerNorm, biases, learned positions
+        per_stage = np.ceil(x.num_layers / (x.pipeline_parallel * x.virtual_stages))
+        self.layers = per_stage * x.virtual_stages
+        self.balanced = per_stage * x.pipeline_parallel * x.virtual_stages == x.num_layers + 2
+        self.block_params, self.embedding_params, self.head_params = self._params()
+        self.sent, self.messages = self._messages()
+        self.kept_logits, self.loss = self._logits()
+        self.bytes_per_param, self.gathered = self._shares(convention)
 
-    def _share(self, convention: Convention) -> None:
-        """Sets bytes per parameter, and what ZeRO needs beside its shards."""
+    def _params(self) -> tuple[Array, Array, Array]:
+        """Returns the weights of a layer, of what the first device has beside its layers, and of what the last has."""
+        x, h, f, plain = self.layouts, self.layouts.hidden_size, self.layouts.ffn_hidden_size, self.plain
+        kv = h * (x.num_kv_heads / x.num_heads)
+        matrices = h * (2 * h + 2 * kv) + (3 - plain) * h * f + plain * (h + 2 * kv + f)
+        norms, table = (2 + 4 * plain) * h, h * x.vocab_size / x.tensor_parallel
+        has_own_table = self.piped | np.logical_not(x.tied_embeddings)
+        head = table * has_own_table + (1 + plain) * h
+        return matrices / x.tensor_parallel + norms, table + plain * h * x.sequence_length, head
+
+    def _messages(self) -> tuple[Array, Array]:
+        """Returns bytes of what is on its way to the next stage, per token, and of the buffers to send and receive."""
+        x, h, t = self.layouts, self.layouts.hidden_size, self.layouts.tensor_parallel
+        buffers = np.where(self.piped, 8 * h / self.layer.sequence, 0.0) * self.tokens
+        buffers += (x.context_parallel > 1) * (8 * h / t) * self.tokens
+        return np.where(self.piped, 2 * h / t, 0.0), buffers  # cut over tensor ranks, as Megatron and DeepSpeed send
+
+    def _logits(self) -> tuple[Array, Array]:
+        """Returns bytes per token of the last device: logits kept for the backward pass, and the loss's workspace."""
+        x, kernels, vocab = self.layouts, self.kernels, self.layouts.vocab_size
+        logits = vocab / (1.0 if kernels.gathered_logits else x.tensor_parallel)
+        at_once = np.minimum(vocab, kernels.chunk_logits / self.tokens)
+        summed = np.where(at_once < vocab, 4 * x.hidden_size * vocab / self.tokens, 0.0)
+        chunk = kernels.chunk_logit_bytes * at_once + summed + 2 * x.hidden_size
+        chunked = (kernels.chunk_logits > 0) & ~self.piped & (x.tensor_parallel == 1)
+        return np.where(chunked, 0.0, 4 * logits), np.where(chunked, chunk, (kernels.logit_bytes - 4) * logits)
+
+    def _shares(self, convention: Convention) -> tuple[dict[str, Array], Array]:
+        """Returns bytes per parameter with ZeRO's sharing, and the bytes that ZeRO needs beside its shards."""
         x = self.layouts
         gradient = x.gradient_bytes
         if convention.gradients is not None:
@@ -244,22 +252,22 @@ class _Stages:
         weights = convention.weights * np.where(x.zero_stage == 3, shard, 1.0)
         gradients = gradient * np.where(cut, shard, 1.0)
         optimizer = convention.optimizer * np.where(x.zero_stage >= 1, shard, 1.0)
-        self.bytes_per_param = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-        self.bytes_per_param["state"] = weights + gradients + optimizer
+        state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         # Stage 3 gathers the weights of two blocks at a time; stages 2 and 3 hold one block's gradients whole.
-        self.gathered = np.where(x.zero_stage == 3, 4 * self.block_params, 0.0)
-        self.gathered = self.gathered + np.where(cut, gradient * self.block_params, 0.0)
+        whole = np.where(x.zero_stage == 3, 4 * self.block_params, 0.0)
+        whole = whole + np.where(cut, gradient * self.block_params, 0.0)
+        return state | {"state": weights + gradients + optimizer}, whole
 
     def memory(self, stage: Any, *, is_first: Any, is_last: Any, layers: Array | None = None) -> StageMemory:
         """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
         x, tokens, residual = self.layouts, self.tokens, self.layouts.hidden_size / self.layer.sequence
         layers = self._layers(is_first, is_last) if layers is None else layers
         params = layers * self.block_params + np.where(is_last, self.head_params, 0.0)
-        params = params + np.where(is_first, self.table_params + self.positions, 0.0)
+        params = params + np.where(is_first, self.embedding_params, 0.0)
         flying = in_flight(x, stage)
-        head = np.where(is_last, 4 * residual + np.where(self.chunked, 0.0, 4 * self.logits), 0.0)
-        loss = np.where(is_last, np.where(self.chunked, self.chunk, (self.kernels.logit_bytes - 4) * self.logits), 0.0)
-        ends = head * self.head_count
+        head = np.where(is_last, 4 * residual + self.kept_logits, 0.0)
+        gpipe = self.piped & (x.schedule == _GPIPE)  # all forward passes come first, the others' one at a time
+        ends = head * np.where(gpipe, x.num_microbatches, 1.0)
         if self.kernels.dropout:
             ends = ends + np.where(is_first, self.plain * residual * flying, 0.0)
         return StageMemory(
@@ -267,7 +275,7 @@ class _Stages:
             bytes_per_param=self.bytes_per_param,
             activations=tokens * flying * (layers * self.layer.kept + self.sent),
             embedding_logits=tokens * ends,
-            workspace=tokens * np.maximum(self.layer.workspace - head, loss),
+            workspace=tokens * np.maximum(self.layer.workspace - head, np.where(is_last, self.loss, 0.0)),
             buffers=self.messages + self.gathered,
         )
 
