@@ -1,12 +1,8 @@
 """Hyperparameter search where evaluations may fail: Bayesian optimisation over layouts, and what mattered (SHAP)."""
 
-import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import math
-import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -41,7 +37,7 @@ class Trials(Record):
     """All evaluations of one search, failed ones too, in order."""
 
     space: dict[str, tuple[Any, ...]] = field_doc("the choices of each parameter, in order where they have one")
-    sampler: str = field_doc("who proposes: deephyper, optuna or random")
+    sampler: str = field_doc("who proposes: one of SAMPLERS")
     seed: int = field_doc("of the proposals")
     trials: tuple[Trial, ...] = field_doc("evaluations so far", default=())
 
@@ -69,7 +65,7 @@ class Trials(Record):
 
     @property
     def filled(self) -> Array:
-        """Value of each trial, failures at the lowest success (0 without one): what the samplers learn from."""
+        """Value of each trial, failures at the lowest success (0 without one)."""
         values = self.values
         return np.where(np.isnan(values), np.nanmin(values) if not np.isnan(values).all() else 0.0, values)
 
@@ -90,7 +86,7 @@ def tune(
     *,
     num_trials: int,
     seed: int = 0,
-    sampler: str | None = None,
+    sampler: str = "optuna",
     storage: str | Path | None = None,
 ) -> Trials:
     """Returns the trials of a search for the largest value of `objective`; no choice is evaluated twice.
@@ -104,21 +100,23 @@ def tune(
         space: the choices of each parameter; numbers in order.
         num_trials: evaluations in all, those in `storage` included; at most the size of the space.
         seed: of the proposals.
-        sampler: `deephyper` (CBO with a random forest and upper confidence bound, as in arXiv 2312.12705), `optuna`
-            or `random`; default the first that is installed.
+        sampler: `optuna`, its tree-structured Parzen estimator, or `random`.
         storage: JSON file that holds the trials, written after each; an existing one is continued.
 
     Raises:
         ConfigError: the space is empty, or the storage holds another search.
-        MissingPackageError: neither deephyper nor optuna is installed.
+        MissingPackageError: optuna is not installed.
     """
-    trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler or _installed(), seed=seed)
+    trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler, seed=seed)
     _check(trials, num_trials)
     if storage is not None and Path(storage).exists():
         trials = _continued(trials, Path(storage))
     size = math.prod(map(len, trials.space.values()))
+    proposer = _Proposer(trials)
     while len(trials.trials) < min(num_trials, size):
-        trials = trials.with_trial(_evaluate(objective, _proposal(trials)))
+        trial = _evaluate(objective, proposer.ask())
+        proposer.tell(trial)
+        trials = trials.with_trial(trial)
         if storage is not None:
             trials.write(Path(storage))
     return trials
@@ -157,94 +155,77 @@ def _evaluate(objective: Objective, parameters: Parameters) -> Trial:
     return Trial(parameters=parameters, value=value)
 
 
-# Samplers: each returns an index per parameter for the next trial, from the trials so far and a seed ----------------
+class _Proposer:
+    """An Optuna study that is asked for choices and told what came of them; failures are pruned trials.
 
+    Pruned trials rank below every success. The sampler is made anew for each proposal, from the seed and the number of
+    trials before, so that a search that goes on proposes what it would have proposed.
+    """
 
-def _proposal(trials: Trials) -> Parameters:
-    """Returns what to evaluate next: the sampler's proposal, or a random one if that has been evaluated already."""
-    seed = int(np.random.SeedSequence([trials.seed, len(trials.trials)]).generate_state(1)[0])
-    seen = set(map(tuple, trials.indices().tolist()))
-    index = tuple(int(i) for i in SAMPLERS[trials.sampler](trials, seed))
-    if index in seen:
-        rest = [i for i in itertools.product(*map(range, map(len, trials.space.values()))) if i not in seen]
-        index = rest[np.random.default_rng(seed).integers(len(rest))]
-    return {name: choices[i] for (name, choices), i in zip(trials.space.items(), index, strict=True)}
+    def __init__(self, trials: Trials) -> None:
+        try:
+            import optuna
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("optuna", "plan", "Hyperparameter search") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna, self._space, self._seed, self._sampler = optuna, trials.space, trials.seed, trials.sampler
+        sizes = {name: len(choices) for name, choices in trials.space.items()}
+        self._choices: dict[str, Any] = {n: optuna.distributions.IntDistribution(0, k - 1) for n, k in sizes.items()}
+        self._study = optuna.create_study(direction="maximize")
+        self._seen = list(map(tuple, trials.indices().tolist()))
+        self._succeeded = not np.isnan(trials.values).all()
+        self._asked: Any = None
+        for index, trial in zip(self._seen, trials.trials, strict=True):
+            self._study.add_trial(self._finished(index, trial))
 
+    def ask(self) -> Parameters:
+        """Returns what to evaluate next, which has not been evaluated before."""
+        seed = int(np.random.SeedSequence([self._seed, len(self._seen)]).generate_state(1)[0])
+        self._study.sampler = SAMPLERS[self._sampler](self._optuna.samplers, seed)
+        if self._seen and not self._succeeded and self._sampler != "random":
+            self._enqueue(self._far_from_all(seed))
+        index = self._ask()
+        if index in self._seen:
+            self._study.tell(self._asked, state=self._optuna.trial.TrialState.FAIL)  # which no sampler looks at
+            rest = set(itertools.product(*map(range, map(len, self._space.values())))) - set(self._seen)
+            self._enqueue(sorted(rest)[np.random.default_rng(seed).integers(len(rest))])
+            index = self._ask()
+        self._seen.append(index)
+        return {name: choices[i] for (name, choices), i in zip(self._space.items(), index, strict=True)}
 
-def _random(trials: Trials, seed: int) -> Sequence[int]:
-    return np.random.default_rng(seed).integers([len(choices) for choices in trials.space.values()]).tolist()
+    def tell(self, trial: Trial) -> None:
+        """Takes what came of the proposal."""
+        self._succeeded |= trial.value is not None
+        state = self._optuna.trial.TrialState
+        self._study.tell(self._asked, trial.value, state.PRUNED if trial.value is None else state.COMPLETE)
 
+    def _ask(self) -> tuple[int, ...]:
+        self._asked = self._study.ask(self._choices)
+        return tuple(self._asked.params[name] for name in self._space)
 
-def _far_from(trials: Trials, seed: int, candidates: int = 64) -> Sequence[int]:
-    """Returns the random choice that is farthest from all trials: the way out where everything has failed so far."""
-    sizes = np.array([len(choices) for choices in trials.space.values()])
-    drawn = np.random.default_rng(seed).integers(sizes, size=(candidates, len(sizes)))
-    apart = (drawn[:, None] - trials.indices()) / np.maximum(1, sizes - 1)
-    return drawn[np.square(apart).sum(axis=2).min(axis=1, initial=len(sizes)).argmax()].tolist()
+    def _enqueue(self, index: Sequence[int]) -> None:
+        self._study.enqueue_trial(dict(zip(self._space, map(int, index), strict=True)))
 
-
-def _optuna(trials: Trials, seed: int) -> Sequence[int]:
-    import optuna
-
-    if np.isnan(trials.values).all():
-        return _far_from(trials, seed)
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    optimizer = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS)
-    study = optuna.create_study(direction="maximize", sampler=optimizer)
-    space: dict[str, Any] = {n: optuna.distributions.IntDistribution(0, len(c) - 1) for n, c in trials.space.items()}
-    indices, failed = trials.indices().tolist(), np.isnan(trials.values)
-    # This sampler looks at ranks only: failures rank below every success.
-    for index, value in zip(indices, np.where(failed, trials.filled.min(initial=0) - 1, trials.filled), strict=True):
-        params = dict(zip(space, index, strict=True))
-        study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=float(value)))
-    index: list[int] = []
-    for _ in range(ASK_AGAIN):
-        asked = study.ask(space).params
-        index = [asked[name] for name in space]
-        if index not in indices:
-            break
-    return index
-
-
-def _deephyper(trials: Trials, seed: int) -> Sequence[int]:
-    from deephyper.hpo import CBO, HpProblem  # type: ignore[reportMissingImports]
-
-    problem = HpProblem()
-    for name, choices in trials.space.items():
-        problem.add((0, len(choices) - 1), name)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # among them: a proposal that has been evaluated, which is seen to here
-        search = CBO(
-            problem, random_state=seed % 2**31, log_dir=folder, surrogate_model="RF", acq_func="UCB",
-            multi_point_strategy="cl_min", n_initial_points=STARTUP_TRIALS,
-            acq_optimizer="sampling", acq_optimizer_kwargs={"n_points": 2000, "max_total_failures": -1},
+    def _finished(self, index: Sequence[int], trial: Trial) -> Any:
+        state = self._optuna.trial.TrialState
+        return self._optuna.trial.create_trial(
+            params=dict(zip(self._space, index, strict=True)), distributions=self._choices, value=trial.value,
+            state=state.PRUNED if trial.value is None else state.COMPLETE,
         )  # fmt: skip
-        rows = zip(trials.indices().tolist(), trials.trials, strict=True)
-        told = [
-            (dict(zip(trials.space, index, strict=True)), "F" if trial.value is None else trial.value)
-            for index, trial in rows
-        ]
-        if told:
-            search.tell(told)
-        asked = search.ask()[0]
-    return [asked[name] for name in trials.space]
 
-
-def _installed() -> str:
-    for name in ("deephyper", "optuna"):
-        if importlib.util.find_spec(name):
-            return name
-    raise MissingPackageError("optuna", "plan", "Bayesian search (sampler='random' works without)")
+    def _far_from_all(self, seed: int, candidates: int = 64) -> Sequence[int]:
+        """Returns the random choice that is farthest from all trials: the way out where everything has failed."""
+        sizes = np.array([len(choices) for choices in self._space.values()])
+        drawn = np.random.default_rng(seed).integers(sizes, size=(candidates, len(sizes)))
+        apart = (drawn[:, None] - np.array(self._seen)) / np.maximum(1, sizes - 1)
+        return drawn[np.square(apart).sum(axis=2).min(axis=1).argmax()].tolist()
 
 
 STARTUP_TRIALS = 10
 """Random trials before the first proposal of a model."""
-ASK_AGAIN = 8
-"""Times a sampler is asked again when it proposes what has been evaluated."""
-SAMPLERS: dict[str, Callable[[Trials, int], Sequence[int]]] = {
-    "deephyper": _deephyper,
-    "optuna": _optuna,
-    "random": _random,
+SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
+    "optuna": lambda known, seed: known.TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
+    "random": lambda known, seed: known.RandomSampler(seed=seed),
 }
 
 
