@@ -188,13 +188,17 @@ def published_calibration(site: Site) -> Calibration:
     """
     hardware = Hardware.of(site)
     runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
-    machine: Site | None = Site.load(site.name) if site.name in Site.names() else site
+    machine = _packaged(site.base or site.name)
     while machine is not None and machine.device.name == site.device.name:
         own = [run for run in runs if run.precision not in NARROW and (at := run.site()) and at.name == machine.name]
         if own:
             return dataclasses.replace(calibrate(own, machine), hardware=hardware)
-        machine = Site.load(machine.base) if machine.base in Site.names() else None
+        machine = _packaged(machine.base)
     return calibrate([], site, hardware=hardware)
+
+
+def _packaged(name: str | None) -> Site | None:
+    return Site.load(name) if name in Site.names() else None  # a site.json may come from a stranger
 
 
 def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:

@@ -189,20 +189,21 @@ def test_no_fit_implies_a_rate_that_the_machine_was_never_seen_to_reach(name):
 
 
 def test_a_site_laid_over_another_keeps_its_calibration_while_the_device_is_the_same(tmp_path):
-    def laid_over(lines):
+    def laid_over(lines, name='name = "mine"'):
         file = tmp_path / "mine.toml"
-        file.write_text(f'base = "dgx-h100"\nname = "mine"\n{lines}')
+        file.write_text(f'base = "dgx-h100"\n{name}\n{lines}')
         return Site.load(file)
 
     packaged = published_calibration(Site.load("dgx-h100"))
     mine = published_calibration(laid_over(""))
     assert mine.coefficients == packaged.coefficients
     assert str(mine) == "calibrated on 9 runs, 8.0% mean error on them"
-    slow = published_calibration(
-        laid_over('[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }')
-    )
-    assert slow.coefficients == packaged.coefficients, "fitted with the links of the machine that the runs used"
-    assert slow.hardware.network_bytes_per_s == packaged.hardware.network_bytes_per_s / 4
+    for name in ('name = "mine"', 'name = "frontier"', ""):
+        slow = published_calibration(
+            laid_over('[links]\ninter_node_bytes_per_s = { value = 1e11, source = "four ports only" }', name)
+        )
+        assert slow.coefficients == packaged.coefficients, "fitted with the links of the machine that the runs used"
+        assert slow.hardware.network_bytes_per_s == packaged.hardware.network_bytes_per_s / 4
     other = published_calibration(laid_over('[device]\nname = "another accelerator"'))
     assert other.num_runs == 0 and str(other).startswith("not calibrated")
     assert published_calibration(Site.load("eks-trn1")).num_runs == 11
