@@ -53,7 +53,7 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 	$(BIN)/python -m kit.bench
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
-	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100
+	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits
 
 clean:  ## what can be made again; runs and data stay
 	rm -rf .venv build results

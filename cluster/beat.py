@@ -3,7 +3,7 @@
 The first rank of each node says every BEAT_EVERY_S that it is there, the others half as often, and the supervisor
 answers each. So the supervisor knows of a node that has fallen silent long before Slurm or the collectives do, and the
 ranks of a node that is cut off know it too, and end. A node that was never heard is not missed: where datagrams do not
-pass, the rest works without them.
+pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment sets the rhythm, and with it the limits.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ import secrets
 import socket
 import time
 
-BEAT_EVERY_S = 5.0
-SILENT_AFTER_S = 30.0
-ALONE_AFTER_S = 45.0  # longer: the supervisor should be the first to notice
+BEAT_EVERY_S = float(os.environ.get("KIT_BEAT_EVERY_S", "5"))
+SILENT_AFTER_S = 6 * BEAT_EVERY_S
+ALONE_AFTER_S = 9 * BEAT_EVERY_S  # longer: the supervisor should be the first to notice
 VARIABLE = "KIT_SUPERVISOR"
 
 

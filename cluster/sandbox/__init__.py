@@ -155,8 +155,13 @@ class Sandbox:
         self.power_on(node)
         if self.layout.isolated:
             self.heal(node)
-        for state in ("down", "resume"):  # down first: Slurm would wait long for a job to end that is no longer there
-            self.run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=recovered")
+        update = ("scontrol", "update", f"NodeName={node}", "Reason=recovered")
+        self.run(*update, "State=down")  # first: Slurm would wait long for a job to end that is no longer there
+        try:
+            self.run(*update, "State=resume")
+        except JobError:  # Slurm's word for a node that has come back by itself in between
+            if self.node_states()[node].startswith(("down", "drain", "drng")):
+                raise
 
     def reset(self) -> None:
         """Cancels all jobs and waits until all nodes are idle again."""

@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.record import write_atomic
 from cluster.state import take_request, update_state
 
 run_dir, num_steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -20,7 +21,7 @@ while step < num_steps and not stopped.exists():
         update_state(run_dir, attempt=attempt, state="running", **beat)
         stop = take_request(run_dir, "stop")
         if stop or step % 5 == 0:
-            saved.write_text(str(step))
+            write_atomic(saved, str(step))  # it may be killed at any moment
         if stop:
             update_state(run_dir, attempt=attempt, state="stopping", reason=f"stopped after step {step}")
             stopped.touch()
