@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
-from kit.errors import CheckpointError
+from kit.errors import CheckpointError, kit_command
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
@@ -79,8 +79,8 @@ class Checkpoints:
         """
         if not (steps := self.steps()):
             run = self.directory.parent
-            raise CheckpointError(f"{run} has no complete checkpoint yet. Wait for one, or ask the job: "
-                                  f"`kit checkpoint {run}`.")  # fmt: skip
+            raise CheckpointError(f"{run} has no complete checkpoint yet. Wait for one, or ask the job, if it "
+                                  f"runs: `{kit_command('checkpoint', run)}`.")  # fmt: skip
         return steps[-1]
 
     def path(self, step: int) -> Path:

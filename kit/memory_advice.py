@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, kit_command
 from kit.estimate.activations import ENGINE_KERNELS
 from kit.estimate.layouts import Layouts
 from kit.estimate.memory import CONVENTIONS, STATE, Convention, memory
@@ -60,7 +60,8 @@ def memory_advice(run: Run) -> str:
         return f"{need} No change of micro-batch, recomputation or ZeRO stage fits: use more devices (`kit plan`)."
     which = "would fit" if limit is not None and now.used_bytes > limit else "need less"
     best = "; ".join(map(str, fits[:SHOWN]))
-    return f"{need} These {which}: {best}. Resume with one of them: `kit resume {run.directory} {fits[0].settings}`."
+    resume = kit_command("resume", run.directory)
+    return f"{need} These {which}: {best}. Resume with one of them: `{resume} {fits[0].settings}`."
 
 
 def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:

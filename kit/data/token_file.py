@@ -16,7 +16,7 @@ from typing import Self
 
 import numpy as np
 
-from kit.errors import DataError
+from kit.errors import DataError, kit_command
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -33,7 +33,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def rebuild_hint(directory: Path) -> str:
     """Returns the tail of an error message about a damaged dataset: how to make it again."""
-    return f"Build it again: kit data build {directory} --overwrite"
+    return f"Build it again: {kit_command('data', 'build', directory, '--overwrite')} (and the options of then)"
 
 
 class TokenFileWriter:

@@ -119,7 +119,7 @@ class NxdCheckpoints:
 
 
 def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
-    advice = "Its weights can be exported by `kit export`, or resume with the plan that wrote it."
+    advice = "Resume with the plan that wrote it, or take its weights elsewhere: `kit export-hf`."
     if saved.engine != "neuron":
         raise CheckpointError(f"{path} was written by engine {saved.engine!r}; NxD reads its own only. {advice}")
     for name in ("tensor_parallel", "pipeline_parallel", "zero_stage"):

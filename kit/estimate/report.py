@@ -103,7 +103,7 @@ def plan_report(
     """
     spec = ModelSpec.load(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
-        raise ConfigError(f"plan.tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
+        raise ConfigError(f"tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
     place = Site.load(site)
     calibration = calibration or published_calibration(place)
     found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)

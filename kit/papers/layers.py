@@ -31,6 +31,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
+from kit.errors import kit_command
 from kit.monitor.runs import find_runs
 from kit.run import Run
 from kit.style import Rows
@@ -223,7 +224,8 @@ def opened(runs: Runs) -> list[Run]:
             found.append(run)
             continue
         if Path(run).is_file():
-            raise ConfigError(f"{run} is a file. Make a run directory of a log first: kit import {run} DIRECTORY.")
+            words = ("import", run, "--format", "megatron", "--site", "SITE", "--out", "RUN")
+            raise ConfigError(f"{run} is a file. Make a run directory of a log first: `{kit_command(*words)}`.")
         found += [Run.open(each) for each in find_runs(Path(run)) or [run]]
     return found
 

@@ -1,0 +1,155 @@
+"""What messages, help, notebooks and the README advise can be followed: commands, options, modules, extras, fields."""
+
+import ast
+import dataclasses
+import itertools
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from cluster.job import JobSpec
+from cluster.scheduler import Kubernetes, Slurm
+from cluster.site import Site
+from kit.__main__ import app
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = sorted(file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py"))
+VALUE = "VALUE"
+"""Stands for what a message fills in."""
+CALLS = ("kit_command", "_command")
+"""Functions that write a command into a message."""
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yields every text that a user may read, with the place where it is."""
+    for file in SOURCES:
+        parts: set[int] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if id(node) in parts:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                parts |= {id(part) for part in node.values}
+                yield where, "".join(_word(part) for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield where, node.value
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in CALLS:
+                yield where, f"`kit {' '.join(_word(part) for part in node.args)}`"
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(file.read_text())["cells"]:
+            yield str(file.relative_to(ROOT)), "".join(cell["source"])
+    plain = [ROOT / "README.md", ROOT / "Makefile", ROOT / "environment.yml"]
+    for file in [*plain, *(ROOT / "cluster" / "sites").glob("*.toml"), *(ROOT / "requirements").glob("*")]:
+        yield str(file.relative_to(ROOT)), file.read_text()
+
+
+def _word(part: ast.expr) -> str:
+    return part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else VALUE
+
+
+def advised() -> Iterator[tuple[str, list[str]]]:
+    """Yields the words after `kit` of every command that a text names."""
+    in_quotes = re.compile(r"`kit ([^`]+)`")
+    in_the_open = re.compile(r"(?:^|: |\()kit ([a-z][^\n`;,)]*)", re.MULTILINE)
+    for where, text in texts():
+        for found in itertools.chain(in_quotes.finditer(text), in_the_open.finditer(text)):
+            words = re.sub(r"\\\n", " ", found[1]).split("  #")[0].split(" # ")[0]
+            yield where, re.split(r"[.:] |\s{2,}|[.:]$", words)[0].split()
+
+
+COMMANDS = typer.main.get_command(app)
+
+
+def problem(words: list[str]) -> str | None:
+    """Returns what is wrong with a command, or None: its name, its options and how many arguments it takes."""
+    command: Any = COMMANDS
+    words = shlex.split(" ".join(words))
+    while hasattr(command, "commands"):
+        if not words or words[0].startswith((VALUE, "-")):
+            return None
+        name = words.pop(0)
+        if name not in command.commands:
+            return f"there is no command {name!r}"
+        command = command.commands[name]
+    options = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    given = 0
+    while words:
+        word, equals, _ = words.pop(0).partition("=")
+        if not word.startswith("--"):
+            given += 1
+        elif word not in options:
+            return f"{command.name} has no option {word}"
+        elif not equals and words and not getattr(options[word], "is_flag", False):
+            words.pop(0)
+    if given > len(arguments) and all(argument.nargs == 1 for argument in arguments):
+        return f"{command.name} takes {len(arguments)} arguments, not {given}"
+    return None
+
+
+def test_every_command_that_a_text_names_can_be_given() -> None:
+    found = list(advised())
+    assert len(found) > 40, "the search itself has come apart"
+    wrong = [f"{where}: kit {' '.join(words)}: {why}" for where, words in found if (why := problem(words))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_check_sees_a_wrong_name_option_and_argument() -> None:
+    assert problem(["exprt", "RUN"]) and problem(["watch", "RUN", "--loud"]) and problem(["watch", "RUN", "RUN"])
+    assert not problem(["launch", "RUN", "--set", "plan.x=1", "--show"]) and not problem(["data", "build", "OUT"])
+
+
+def test_every_module_that_a_text_starts_is_there() -> None:
+    named = {
+        (where, name) for where, text in texts() for name in re.findall(r"python -m ((?:kit|cluster)[\w.]*)", text)
+    }
+    assert len(named) > 5
+    for where, name in named:
+        assert find_spec(name), f"{where}: python -m {name}"
+
+
+def test_every_extra_that_is_asked_for_is_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {(where, name) for where, text in texts() for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)}
+    for file in SOURCES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingPackageError":
+                named.add((f"{file.relative_to(ROOT)}:{node.lineno}", _word(node.args[1])))
+    assert len(named) > 3
+    for where, name in named:
+        assert set(name.split(",")) <= {*extras, VALUE}, f"{where}: [{name}]"
+
+
+RECORDS = {"spec": ModelSpec, "plan": Plan, "recipe": Recipe, "job": JobSpec, "site": Site}
+TABLES = {"slurm": Slurm, "kubernetes": Kubernetes}
+
+
+def test_every_field_that_a_message_names_is_there() -> None:
+    """`recipe.checkpoint_every` and the like, in messages of errors; properties and methods of the records count."""
+    named = [
+        (where, *match)
+        for where, text in texts()
+        if not where.startswith("notebooks")
+        for match in re.findall(r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?", text)
+    ]
+    assert len(named) > 50
+    for where, record, field, below in named:
+        if field in ("json", "toml", "py", "preset", "attempt_", "base"):
+            continue
+        assert hasattr(RECORDS[record], field) or field in _fields(RECORDS[record]), f"{where}: {record}.{field}"
+        if below and field in TABLES:
+            assert below in _fields(TABLES[field]), f"{where}: {record}.{field}.{below}"
+
+
+def _fields(record: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(record)}
