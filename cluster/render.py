@@ -105,14 +105,18 @@ def check_submittable(site: Site) -> None:
     Raises:
         ConfigError: names every field that still says EDIT.
     """
-    unused = {"slurm", "kubernetes"} - {site.scheduler}
-    values = {key: value for key, value in site.to_dict().items() if key not in unused}
-    fields = [f"site.{place}" for place, value in _places(values) if value == EDIT]
-    if fields:
+    if fields := to_fill_in(site):
         raise ConfigError(
             f"{', '.join(fields)}: still {EDIT!r}. Write a file my-{site.name}.toml with a line "
             f'base = "{site.name}" and your own values, and use its path as the site.'
         )
+
+
+def to_fill_in(site: Site) -> list[str]:
+    """Returns the fields of a site file that only the user can fill in and that still say EDIT."""
+    unused = {"slurm", "kubernetes"} - {site.scheduler}
+    values = {key: value for key, value in site.to_dict().items() if key not in unused}
+    return [f"site.{place}" for place, value in _places(values) if value == EDIT]
 
 
 def warnings(job: JobSpec, site: Site, expected_s: float | None = None) -> list[str]:

@@ -6,12 +6,12 @@ import typer
 from rich.text import Text
 
 from cluster.state import JobError
-from kit.commands import convert, data, estimates, monitor, papers, runs, scores
+from kit.commands import convert, data, estimates, launching, monitor, papers, runs, scores
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 from kit.terminal import PlainConsole
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-for part in (runs, monitor, estimates, data, scores, convert, papers):
+for part in (launching, runs, monitor, estimates, data, scores, convert, papers):
     app.add_typer(part.app)
 
 

@@ -19,7 +19,6 @@ from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
 from kit.engines.neuron_config import job_environment
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
-from kit.guard import check_guard
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -49,6 +48,8 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
             started.
     """
+    from kit.guard import check_guard  # with it NumPy, which `import kit` does without
+
     site = Site.load(site) if isinstance(site, str) else site
     recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
     plan.check(spec)

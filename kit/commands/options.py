@@ -13,6 +13,9 @@ from kit.terminal import PlainConsole, Table
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+MinutesOption = Annotated[
+    float | None, typer.Option(help="time limit of one job; on a cluster a longer run comes back")
+]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="dotted.key=value, e.g. plan.tensor_parallel=2")]
 
 

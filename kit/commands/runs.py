@@ -1,4 +1,4 @@
-"""Commands on runs: launch, engine, resume, status, watch, alerts, logs, stop, checkpoint, figure."""
+"""Commands on runs: engine, status, watch, alerts, logs, stop, checkpoint, figure."""
 
 import sys
 import time
@@ -8,57 +8,12 @@ from typing import Annotated
 import typer
 
 from cluster.job import Job
-from cluster.render import render
-from cluster.site import Site
-from kit import launcher
-from kit.commands.options import JsonOption, RunArgument, SetOption, console, hint, parse_settings, strict_json
+from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json
 from kit.errors import RunError, kit_command
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from kit.terminal import Table, plain
 
 app = typer.Typer()
-MinutesOption = Annotated[float | None, typer.Option(help="time limit of one job; a longer run comes back")]
-
-
-@app.command()
-def launch(
-    run: RunArgument,
-    model: Annotated[str, typer.Option(help="preset, or a spec.json")] = "demo",
-    data: Annotated[Path, typer.Option(help="folder made by `kit data build`")] = Path("data/demo"),
-    steps: Annotated[int, typer.Option(help="optimizer steps")] = 100,
-    site: Annotated[str, typer.Option(help="where: a name or a .toml file")] = "laptop",
-    measure_peak: Annotated[bool, typer.Option(help="time matrix products first, so that MFU is known")] = True,
-    minutes: MinutesOption = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="print the script that would be submitted, start nothing")
-    ] = False,
-    settings: SetOption = None,
-) -> None:
-    """Start a training job in a new run directory. It goes on when this command ends."""
-    spec = ModelSpec.load(model)
-    changes = parse_settings(settings)
-    spec, plan = spec.replace(**changes["spec"]), Plan(global_batch_size=16, micro_batch_size=4)
-    recipe = Recipe(
-        data=str(data), num_steps=steps, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=steps // 10
-    )
-    plan, recipe = plan.replace(**changes["plan"]), recipe.replace(**changes["recipe"])
-    place = Site.load(site)
-    time_limit_s = None if minutes is None else 60 * minutes
-    if show:
-        prepared = Run(run.absolute(), spec=spec, plan=plan, recipe=recipe, site=place)
-        print(render(launcher.job_spec(prepared, time_limit_s), place), end="")
-        return
-    if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(plan.precision) is None:
-        from kit.bench.gemm import is_settled, measured_site
-
-        place = measured_site(place, plan.precision)
-        if not is_settled(place.device.peak_flops_per_s[plan.precision]):
-            hint("The peak was measured on a busy machine. For MFU, measure it again:", "bench", "site", "--apply", run)
-    started = launcher.launch(run, spec=spec, plan=plan, recipe=recipe, site=place, time_limit_s=time_limit_s)
-    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
 
 
 @app.command()
@@ -70,19 +25,6 @@ def engine(run: RunArgument) -> None:
     texts = configuration_files(opened.spec, opened.plan, opened.recipe)
     print("".join(texts.values()) or f"engine {opened.plan.engine!r}: it has no configuration beside plan.json "
           "and recipe.json\n", end="")  # fmt: skip
-
-
-@app.command()
-def resume(
-    run: RunArgument,
-    steps: Annotated[int | None, typer.Option(help="new total of optimizer steps")] = None,
-    minutes: MinutesOption = None,
-    settings: SetOption = None,
-) -> None:
-    """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
-    plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
-    started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=None if minutes is None else 60 * minutes)
-    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
 
 
 @app.command()

@@ -109,7 +109,5 @@ def plan_report(
     found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
     shown = answers(found, count, tokens=tokens)
     if not 1 <= choose <= len(shown):
-        raise ConfigError(
-            f"plan.choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}."
-        )
+        raise ConfigError(f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}.")
     return PlanReport(search=found, answers=shown, choice=choose)

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted(file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py"))
 VALUE = "VALUE"
 """Stands for what a message fills in."""
-CALLS = ("kit_command", "_command")
-"""Functions that write a command into a message."""
+CALLS = {"kit_command": 0, "hint": 1}
+"""Functions that write a command into a message, and which of their arguments is its first word."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -44,7 +44,8 @@ def texts() -> Iterator[tuple[str, str]]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield where, node.value
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in CALLS:
-                yield where, f"`kit {' '.join(_word(part) for part in node.args)}`"
+                words = node.args[CALLS[node.func.id] :]  # pyright: ignore[reportAttributeAccessIssue]
+                yield where, f"`kit {' '.join(map(_word, words))}`"
     for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
         for cell in json.loads(file.read_text())["cells"]:
             yield str(file.relative_to(ROOT)), "".join(cell["source"])

@@ -253,7 +253,8 @@ def test_commands_that_refuse(finished: Run, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     (tmp_path / "export.csv").write_text("mine")
-    spec = ["--model", str(finished.directory / "spec.json"), "--data", data]
+    recipe = ["--recipe", f"{run}/recipe.json", "--set", "plan.global_batch_size=8"]
+    spec = ["--model", f"{run}/spec.json", "--data", data, *recipe]
     cases: list[tuple[type[Exception], str, tuple[str, ...]]] = [
         (RunError, "has finished", ("resume", run, "--set", "plan.data_parallel=8")),
         (ConfigError, "tensr_parallel", ("resume", run, "--steps", "40", "--set", "plan.tensr_parallel=8")),

@@ -1,0 +1,266 @@
+"""Commands that start jobs: launch, resume."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from cluster.render import scripts, to_fill_in
+from cluster.scheduler import EDIT
+from cluster.site import Site
+from cluster.state import JobError
+from kit import launcher
+from kit.commands.options import MinutesOption, RunArgument, SetOption, console, hint, parse_settings
+from kit.errors import ConfigError, RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+from kit.terminal import PlainConsole
+
+app = typer.Typer()
+DEMO = "demo"
+DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
+NEEDED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
+"""Fields of a recipe that have no default, and how to give them."""
+
+
+@app.command()
+def launch(
+    run: RunArgument,
+    model: Annotated[str | None, typer.Option(help="preset, or a spec.json; default: the recipe's, or demo")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="a .toml or .json of Recipe's fields, or a published one: frontier-175b, hlat-7b")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="layout made by `kit plan --out`; default: the recipe's")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder made by `kit data build`; demo: data/demo")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
+    devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
+    nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
+    site: Annotated[str, typer.Option(help="where: a name or a .toml file")] = "laptop",
+    measure_peak: Annotated[bool, typer.Option(help="time matrix products first, so that MFU is known")] = True,
+    minutes: MinutesOption = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="print all scripts, and what is still to fill in; start and write nothing")
+    ] = False,
+    settings: SetOption = None,
+) -> None:
+    """Start a training job in a new run directory. It goes on when this command ends."""
+    place, changes = Site.load(site), parse_settings(settings)
+    asked = ask_for(model, recipe, plan, {"data": data and str(data), "num_steps": steps}, changes)
+    asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
+    time_limit_s = None if minutes is None else 60 * minutes
+    if show:
+        _show(run, asked, place, time_limit_s)
+        return
+    if asked.lacking:
+        raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
+    chosen = Recipe.from_dict(asked.fields)
+    with told_if_interrupted(run):
+        if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(asked.plan.precision) is None:
+            place = _measured(place, asked.plan, run)
+        started = launcher.launch(
+            run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s
+        )
+    hint(f"Started {asked.plan.num_devices} processes. Watch:", "watch", started.directory)
+
+
+@app.command()
+def resume(
+    run: RunArgument,
+    steps: Annotated[int | None, typer.Option(help="new total of optimizer steps")] = None,
+    minutes: MinutesOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
+    plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
+    limit_s = None if minutes is None else 60 * minutes
+    with told_if_interrupted(run):
+        started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=limit_s)
+    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a launch asks for, as far as it is known.
+
+    Attributes:
+        spec: the model.
+        plan: its layout.
+        fields: of the recipe.
+        lacking: fields that nobody has given yet, and how to give them.
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    fields: dict[str, Any]
+    lacking: dict[str, str]
+
+
+def ask_for(
+    model: str | None, recipe: str | None, plan: Path | None, given: dict[str, Any], changes: dict[str, dict[str, Any]]
+) -> Asked:
+    """Returns what a launch asks for; only the demo model has a recipe of its own.
+
+    Args:
+        model: preset or file; None: the recipe's.
+        recipe: file, or name of a published one.
+        plan: file of a layout.
+        given: fields of the recipe that have an option of their own; None: not given.
+        changes: of spec, plan and recipe, by `--set`.
+
+    Raises:
+        ConfigError: model, recipe or layout is missing or unknown.
+    """
+    is_file = recipe is not None and Path(recipe).suffix in (".toml", ".json")
+    published = None
+    if recipe is not None and not is_file:
+        from kit.papers.recipes import published_recipe
+
+        published = published_recipe(recipe)
+    name = model or (published.model if published else DEMO)
+    spec = ModelSpec.load(name).replace(**changes["spec"])
+    given = {key: value for key, value in given.items() if value is not None}
+    if recipe is None:
+        fields = _demo_fields(name, given)
+    else:
+        fields = published.stated if published else read_fields(Path(recipe))
+    fields = {**fields, **given, **changes["recipe"]}
+    wanted = dict(NEEDED)
+    if published:
+        wanted |= {
+            key: f"{recipe} does not state it ({why}). Give --set recipe.{key}=VALUE"
+            for key, why in published.not_stated.items()
+        }
+    wanted |= {key: f"still {EDIT!r} in {recipe}" for key, value in fields.items() if value == EDIT}
+    lacking = {key: how for key, how in wanted.items() if fields.get(key, EDIT) == EDIT}
+    if plan is not None:
+        layout = Plan.read(plan).to_dict()
+    elif published and published.model == name:
+        layout = published.plan.to_dict()
+    elif name == DEMO:
+        layout = DEMO_PLAN.to_dict()
+    elif "global_batch_size" in changes["plan"]:
+        layout = {}
+    else:
+        raise ConfigError(
+            f"--plan: {name!r} needs a layout and a batch. Give --plan FILE, made by `kit plan {name} --out FILE`, or "
+            f"--set plan.global_batch_size=VALUE with the degrees that are not 1."
+        )
+    return Asked(spec=spec, plan=Plan.from_dict({**layout, **changes["plan"]}), fields=fields, lacking=lacking)
+
+
+def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recipe of the demo model.
+
+    Raises:
+        ConfigError: another model is asked for.
+    """
+    if name != DEMO:
+        from kit.papers.recipes import names
+
+        raise ConfigError(
+            f"--recipe: {name!r} needs one, since the learning rate and batch of the demo would not train it. Give a "
+            f".toml or .json file with the fields of Recipe, or a published one: {', '.join(names())}."
+        )
+    steps = given.get("num_steps", 100)
+    return {
+        "data": "data/demo",
+        "num_steps": steps,
+        "learning_rate": 3e-3,
+        "min_learning_rate": 3e-4,
+        "warmup_steps": steps // 10,
+    }
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """Returns the fields that a recipe file gives, all or some.
+
+    Raises:
+        ConfigError: the file is missing, is neither TOML nor JSON, or has a key that is no field.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        fields = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except FileNotFoundError as error:
+        raise ConfigError(f"--recipe {file}: no such file. Give one, or a published recipe's name.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--recipe {file}: not valid {file.suffix[1:].upper()} ({error}).") from error
+    Recipe.from_dict({"data": "", "num_steps": 2**40} | {k: v for k, v in dict(fields).items() if v != EDIT}, str(file))
+    return fields
+
+
+def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -> Plan:
+    """Returns a plan with as many replicas as fill some devices, or some nodes of a site; without either, as it is.
+
+    Raises:
+        ConfigError: its tensor and pipeline parallel degrees, or its batch, do not divide them.
+    """
+    if nodes is not None and devices not in (None, nodes * site.devices_per_node):
+        raise ConfigError(
+            f"--nodes {nodes}: they have {nodes * site.devices_per_node} devices, --devices says {devices}. Give one."
+        )
+    wanted = devices if nodes is None else nodes * site.devices_per_node
+    if wanted is None:
+        return plan
+    held = plan.tensor_parallel * plan.pipeline_parallel
+    if wanted < 1 or wanted % held:
+        raise ConfigError(
+            f"--devices: {wanted} cannot be filled by replicas of tensor {plan.tensor_parallel} x pipeline "
+            f"{plan.pipeline_parallel} = {held} devices. Give a multiple of {held}."
+        )
+    return plan.replace(data_parallel=wanted // held)
+
+
+def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None) -> None:
+    """Prints every script to standard output, and to standard error what nobody but the user can fill in."""
+    shown = Recipe(data=EDIT, num_steps=1)  # no script holds a recipe
+    prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=shown, site=site)
+    asked.plan.check(asked.spec)
+    texts = scripts(launcher.job_spec(prepared, time_limit_s), site)
+    left = []
+    for name, text in texts.items():
+        print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
+        for number, line in enumerate(text.splitlines(), start=1):
+            if re.search(rf"\b{EDIT}\b", line):
+                left.append(f"{name}, line {number}: {line.strip()}")
+    left += [f"{field}: in a site file of your own, with base = {site.name!r}" for field in to_fill_in(site)]
+    left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
+    if left:
+        said = PlainConsole(stderr=True, soft_wrap=True)
+        said.print("Still to fill in:")
+        for line in left:
+            said.print(Text(f"  {line}"))
+
+
+def _measured(site: Site, plan: Plan, run: Path) -> Site:
+    from kit.bench.gemm import is_settled, measured_site
+
+    site = measured_site(site, plan.precision)
+    if not is_settled(site.device.peak_flops_per_s[plan.precision]):
+        hint("The peak was measured on a busy machine. For MFU, measure it again:", "bench", "site", "--apply", run)
+    return site
+
+
+@contextlib.contextmanager
+def told_if_interrupted(run: Path) -> Iterator[None]:
+    """Says after Ctrl-C whether a job runs, and how to end it; the command ends with the code that a shell expects."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        try:
+            status = Run.open(run).job.status()
+        except (RunError, JobError, ConfigError):
+            status = None
+        if status is None or status.state.is_final:
+            console().print("Interrupted: nothing was started.")
+        else:
+            hint(f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}. End it:", "stop", run)
+        raise typer.Exit(130) from None

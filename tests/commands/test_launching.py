@@ -1,0 +1,175 @@
+"""`kit launch`: whose recipe, whose layout, on how many devices; what `--show` lists; what Ctrl-C leaves behind."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local
+from cluster.job import Job
+from cluster.site import Site
+from kit import launcher
+from kit.__main__ import app
+from kit.commands.launching import ask_for, on_devices
+from kit.errors import ConfigError
+from kit.papers import hlat_model
+from kit.papers.recipes import names, published_recipe
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def launch(*words: str) -> int | None:
+    return app(["launch", "runs/new", *words], standalone_mode=False)
+
+
+def asked(**changes: Any):
+    given = {"model": None, "recipe": None, "plan": None, "given": {}, "changes": {}, **changes}
+    given["changes"] = {"spec": {}, "plan": {}, "recipe": {}, **given["changes"]}
+    return ask_for(**given)
+
+
+def refused(message: str, *words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        launch(*words)
+    assert message in str(raised.value) and not list(Path().rglob("runs"))
+
+
+@pytest.mark.parametrize("name", names())
+def test_published_recipe_is_that_of_the_paper(name: str) -> None:
+    published = published_recipe(name)
+    ask = asked(recipe=name, given={"data": "/d"})
+    assert ask.spec == ModelSpec.preset(published.model) and ask.plan == published.plan
+    ask.plan.check(ask.spec)
+    assert set(ask.lacking) == set(published.not_stated), "nothing else is left open"
+    left = {"num_steps": 5000, "warmup_steps": 500}
+    recipe = Recipe.from_dict({**left, **ask.fields})
+    assert (
+        recipe.learning_rate
+        == {"frontier": 6e-5, "hlat-7b": 3e-4, "hlat-70b": 1.5e-4}["frontier" if name.startswith("frontier") else name]
+    )
+    assert recipe.learning_rate == pytest.approx(10 * recipe.min_learning_rate)
+    assert ask.plan.global_batch_size == {"frontier-22b": 640, "frontier-175b": 640}.get(name, 1024)
+    assert ask.plan.engine == ("deepspeed" if name.startswith("frontier") else "neuron")
+    if name.startswith("hlat"):
+        assert recipe.num_steps == 429_153 and recipe.warmup_steps == 2000 and recipe.cosine_floor == "clamped"
+        assert hlat_model.MODELS[name.partition("-")[2].upper()] == published.model
+        assert ask.plan.num_devices == 32 * Site.load("trn1.32xlarge").devices_per_node
+
+
+def test_only_the_demo_has_a_recipe_of_its_own() -> None:
+    for model in ("hlat-70b", "gpt-22b"):
+        refused(f"--recipe: '{model}' needs one", "--model", model)
+    ModelSpec.preset("demo").replace(num_layers=2).write(Path("spec.json"))
+    refused("frontier-22b, frontier-175b, frontier-1t, hlat-7b, hlat-70b", "--model", "spec.json")
+    Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
+    refused("needs a layout and a batch", "--model", "spec.json", "--recipe", "mine.toml")
+    demo = asked()
+    assert (demo.fields["learning_rate"], demo.plan.global_batch_size, demo.lacking) == (3e-3, 16, {})
+
+
+def test_a_recipe_of_ones_own() -> None:
+    Path("mine.toml").write_text('learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n')
+    changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
+    ask = asked(model="hlat-7b", recipe="mine.toml", changes=changes)
+    assert ask.lacking == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
+    assert (ask.plan.global_batch_size, ask.fields["beta2"], ask.fields["learning_rate"]) == (32, 0.99, 1e-4)
+    refused("recipe.num_steps: --steps N", "--recipe", "mine.toml", "--data", "d")
+    whole = Recipe(data="/d", num_steps=7, learning_rate=2e-4)
+    whole.write(Path("recipe.json"))
+    ask = asked(recipe="recipe.json", given={"num_steps": 9})
+    assert Recipe.from_dict(ask.fields) == whole.replace(num_steps=9) and not ask.lacking
+    for text, message in (
+        ("learning_rat = 1", "Did you mean 'learning_rate'"),
+        ("x = ", "not valid TOML"),
+        ("", "--data"),
+    ):
+        Path("wrong.toml").write_text(text)
+        refused(message, "--recipe", "wrong.toml")
+    refused("no such file", "--recipe", "absent.json")
+    refused("recipe: 'hlat-7' is unknown. Did you mean 'hlat-7b'?", "--recipe", "hlat-7")
+
+
+def test_what_a_paper_does_not_state_must_be_given() -> None:
+    refused("recipe.warmup_steps: frontier-175b does not state it", "--recipe", "frontier-175b", "--data", "d")
+    lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes={"recipe": {"warmup_steps": 3}}).lacking
+    assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
+
+
+def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
+    plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
+    plan.write(Path("plan.json"))
+    assert asked(plan=Path("plan.json")).plan == plan
+    assert asked(plan=Path("plan.json"), changes={"plan": {"micro_batch_size": 2}}).plan.micro_batch_size == 2
+    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan, "a layout of one's own for a paper's recipe"
+    site = Site.load("frontier")
+    assert on_devices(plan, site, 32, None) == on_devices(plan, site, None, 4) == plan.replace(data_parallel=4)
+    assert on_devices(plan, site, None, None) == plan
+    for devices, nodes, message in (
+        (12, None, "Give a multiple of 8"),
+        (16, 1, "--devices says 16"),
+        (24, None, "cut"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            on_devices(plan, site, devices, nodes)
+    refused("expected a Plan as JSON", "--plan", "absent.json")
+
+
+def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    launch("--recipe", "hlat-70b", "--site", "trn1.32xlarge", "--nodes", "64", "--show")
+    said = capsys.readouterr()
+    compiling, running = said.out.split("#### submit.sh")
+    assert "#### compile.sh" in compiling and "neuron_parallel_compile" in compiling
+    assert "#SBATCH --nodes=64" in compiling and "#SBATCH --nodes=64" in running
+    lines = said.err.splitlines()
+    assert lines[0] == "Still to fill in:"
+    marked = [line for line in said.out.splitlines() if "EDIT" in line]
+    assert len(marked) == sum(".sh, line" in line for line in lines) > 0
+    assert any("site.slurm.partition: in a site file of your own" in line for line in lines)
+    assert lines[-1] == "  recipe.data: --data FOLDER, made by `kit data build`"
+    assert not Path("runs").exists()
+
+
+def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -> None:
+    launch("--recipe", "frontier-175b", "--site", "frontier", "--show")
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n") and "submit.sh, line " in said.err and "warmup_steps" in said.err
+    launch("--show")
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n") and said.err == ""
+    with pytest.raises(ConfigError, match="is not below"):  # pods see the shared file system only
+        launch("--recipe", "hlat-7b", "--site", "eks-trn1", "--show")
+
+
+def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
+    submit, spec = local.submit, launcher.job_spec
+
+    def pressed(job, files=None):
+        os.kill(os.getpid(), signal.SIGINT)
+        return submit(job, files)
+
+    words = ("--data", str(tiny_dataset.directory), "--no-measure-peak")
+    monkeypatch.setattr(launcher, "job_spec", lambda *given: spec(*given).replace(argv=("sleep", "60")))
+    monkeypatch.setattr(local, "submit", pressed)
+    code = launch(*words)
+    said, job = capsys.readouterr().out, Job.attach("runs/new")
+    assert code == 130 and not job.state.is_final
+    assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
+    job.cancel()
+    job.wait(30)
+    monkeypatch.setattr(local, "submit", lambda job, files: signal.raise_signal(signal.SIGINT))
+    assert launch(*words) == 130 and "nothing was started" in capsys.readouterr().out
+
+
+def test_files_of_a_plan_hold_what_the_planner_writes() -> None:
+    plan = published_recipe("hlat-7b").plan
+    Path("plan.json").write_text(json.dumps(plan.to_dict()))
+    assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan
