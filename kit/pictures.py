@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.evaluate.report import EvalReport
+from kit.evaluate.report import EvalReport, wilson
 from kit.spec import FlopBasis, ModelSpec
 from kit.style import BLUE, GREEN, GREY, VERMILION, Rows, figure_style
 
@@ -98,8 +98,9 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
         left.set_title("Held-out text, bits per byte: less is better")
         for place, score in enumerate(choices):
             accuracy = score.metric("acc")
-            rows.append({"task": score.task, "accuracy": accuracy.value, "stderr": accuracy.stderr})
-            right.errorbar(accuracy.value, place, xerr=1.96 * (accuracy.stderr or 0), fmt="o", color=GREEN, capsize=3)
+            rows.append({"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high})
+            ends = accuracy.value - (accuracy.low or 0), (accuracy.high or 0) - accuracy.value
+            right.errorbar(accuracy.value, place, xerr=[[ends[0]], [ends[1]]], fmt="o", color=GREEN, capsize=3)
             right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
             right.text(1, place + 0.32, score.coverage, color=GREY, ha="right", fontsize=7.5)
         right.set_yticks(range(len(choices)), [score.task for score in choices])
@@ -113,7 +114,8 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
 def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
     """Returns a figure of the 95 % interval of an accuracy against the number of items it was measured on; its table.
 
-    The standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the harness's formula.
+    The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the
+    harness's formula.
 
     Args:
         accuracy: the share of right answers.
@@ -121,21 +123,21 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
         marks: numbers of items to mark, with their names.
     """
     items = np.geomspace(20, 1.2 * max(marks), 200)
-    error = np.sqrt(accuracy * (1 - accuracy) / (items - 1))
-    rows = [
-        {"items": n, "what": name, "standard error": round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)}
-        for n, name in sorted(marks.items())
-    ]
+    low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T
+    rows: Rows = []
+    for n, name in sorted(marks.items()):
+        ends = wilson(accuracy, n)
+        error = round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)
+        rows.append({"items": n, "what": name, "standard error": error, "low": ends[0], "high": ends[1]})
     with figure_style() as plt:
         figure, axis = plt.subplots(figsize=(6.8, 2.5))
-        low, high = 100 * (accuracy - 1.96 * error), 100 * (accuracy + 1.96 * error)
         axis.fill_between(items, low, high, color=BLUE, alpha=0.2, label="95 % interval")
         axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")
         axis.axhline(100 * chance, color=GREY, linestyle=(0, (4, 3)), label="guessing")
         for row in rows:
-            half = 196 * row["standard error"]
-            axis.errorbar(row["items"], 100 * accuracy, half, color=VERMILION, fmt="o", capsize=4)
-            axis.annotate(f"{row['what']}\n±{half:.1f}", (row["items"], 100 * accuracy + half), xytext=(0, 3),
+            down, up = 100 * (accuracy - row["low"]), 100 * (row["high"] - accuracy)
+            axis.errorbar(row["items"], 100 * accuracy, [[down], [up]], color=VERMILION, fmt="o", capsize=4)
+            axis.annotate(f"{row['what']}\n−{down:.1f} +{up:.1f}", (row["items"], 100 * accuracy + up), xytext=(0, 3),
                           textcoords="offset points", ha="center", color=VERMILION, fontsize=8)  # fmt: skip
         axis.set_xscale("log")
         axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))

@@ -12,7 +12,6 @@ import cluster
 from cluster.job import Job, JobSpec
 from cluster.record import Record, field_doc
 from cluster.state import JobError
-from kit.data.dataset import VALIDATION_TEXT
 from kit.errors import CheckpointError, ConfigError, DataError
 from kit.evaluate import Options, check_request, default_mirror, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest
@@ -108,9 +107,8 @@ def _said(report: EvalReport) -> str:
     words = []
     for score in report.scores:
         metric = headline(score)
-        error = "" if metric.stderr is None else f" ± {metric.stderr:.3f}"
-        words.append(f"{score.task} {metric.name} {metric.value:.3f}{error}{' (partial)' if score.partial else ''}")
-    return ", ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
+        words.append(f"{score.task} {metric.name} {metric.text()}{', partial' if score.partial else ''}")
+    return "; ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
 
 
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
@@ -118,6 +116,8 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
 
     A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and how it was asked.
     """
+    from kit.data.dataset import VALIDATION_TEXT
+
     try:
         report = EvalReport.read(report_file(run, step))
         same = report.attempt in (None, run.checkpoints.manifest(step).attempt)

@@ -200,7 +200,7 @@ def score_task(
     full = None if name == HELDOUT else _full_items(loaded)
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name]),
+        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], items["effective"]),
         num_items=items["effective"],
         total_items=full or items["original"],
         limit=None if chosen is None else limit,
@@ -245,7 +245,7 @@ def choose_items(task: str, total: int, limit: int | None, seed: int) -> list[in
     return sorted(random.Random(f"{seed}:{task}").sample(range(total), limit))
 
 
-def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:
+def _metrics(found: dict[str, Any], num_items: int) -> tuple[Metric, ...]:
     """Returns the numbers of a task; the harness keys them `<metric>,<filter>`."""
     metrics = []
     for key, value in found.items():
@@ -253,13 +253,8 @@ def _metrics(found: dict[str, Any]) -> tuple[Metric, ...]:
         if not answer_filter or name.endswith("_stderr"):
             continue
         stderr = found.get(f"{name}_stderr,{answer_filter}")
-        metrics.append(
-            Metric(
-                name=name if answer_filter == "none" else key,
-                value=float(value),
-                stderr=float(stderr) if isinstance(stderr, float) else None,
-            )
-        )
+        stderr = float(stderr) if isinstance(stderr, float) else None
+        metrics.append(Metric.of(name if answer_filter == "none" else key, float(value), stderr, num_items))
     return tuple(metrics)
 
 

@@ -9,11 +9,17 @@ from typing import Any
 
 from cluster.record import Record, field_doc, suggestion
 from kit.errors import ConfigError
-from kit.evaluate.benchmarks import BENCHMARKS, SUITES, TaskRequest
-from kit.evaluate.report import EvalReport, TaskScore, html_rows, text_table
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES
+from kit.evaluate.report import EvalReport, Metric, html_rows, text_table
 
-PASS_10 = TaskRequest(task="humaneval", shots=0, metric="pass@10,create_test", column="code_pass_10", samples=20)
-"""A second number of the same score; the suite asks for each score once."""
+MEASURED_HERE = (
+    "Measured here, in brackets: the 95 % interval, Wilson's for each data set; a published ± is the paper's standard "
+    "error.",
+    "Measured here as LLaMA's published scores were (arXiv 2302.13971): pass@1 of programs sampled at temperature 0.1 "
+    "and the others at 0.8, top-p 0.95; a GSM8K answer counts where it follows the words of the solved examples "
+    "(strict-match). HLAT does not state either.",
+)
+"""How own rows are to be read, and where they follow the published ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,9 +100,11 @@ class Comparison:
 def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Comparison:
     """Returns own scores beside a table of the paper.
 
-    A column is the mean over its data sets, all of them scored whole, in the paper's shots; its error is that of the
-    mean of independent scores. A column that is not complete stays empty, and a note says what is missing: a part of
-    the items is no result. No average over columns is made, since the paper does not state its rule.
+    A column is the mean over its data sets, all of them scored whole, in the paper's shots. Its 95 % interval is that
+    of a mean of independent scores, from the distances of their own ends (Zou and Donner, "Construction of confidence
+    limits about effect measures", Statistics in Medicine 27, 2008), so that it holds at 0 and 100 too. A column that is
+    not complete stays empty, and a note says what is missing: a part of the items is no result. No average over columns
+    is made, since the paper does not state its rule.
 
     Raises:
         ConfigError: the table is not II or V.
@@ -110,36 +118,35 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
             cells[column], missing = _cell(report, column) if column != "average" else ("", [])
             notes += [f"{report.name}, {column}: {reason}" for reason in missing]
         own.append({"model": report.title, "size": "", **cells})
-    return Comparison(table=known, own=tuple(own), notes=tuple(notes))
+    return Comparison(table=known, own=tuple(own), notes=(*notes, *MEASURED_HERE))
 
 
 def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
     """Returns a column's own score as text, and what is missing for it."""
-    found: dict[tuple, tuple[float, float]] = {}
+    found: dict[tuple, Metric] = {}
     missing: dict[tuple, list[str]] = {}
-    for request in (*SUITES["hlat"].tasks, PASS_10):
+    for request in SUITES["hlat"].tasks:
         if request.column != column:
             continue
         known = BENCHMARKS[request.task]
         data = (known.repository, known.configs)  # tasks over the same data are alternatives: the first one counts
-        score = _score(report, request)
+        score = next((score for score in report.scores if score.key == request.question), None)
         if score is None or score.partial:
             shots = f" with {request.shots} shots" if request.shots else ""
             missing.setdefault(data, []).append(f"{request.task}{shots}: {score.coverage if score else 'not scored'}")
         else:
             metric = score.metric(request.metric or "")
-            found.setdefault(data, (100 * metric.value, 100 * (metric.stderr or 0.0)))
+            found.setdefault(data, Metric.of(metric.name, metric.value, metric.stderr, score.num_items))
     lacking = [words for data, reasons in missing.items() if data not in found for words in reasons]
     if lacking or not found:
         return "", lacking
-    mean = sum(value for value, _ in found.values()) / len(found)
-    error = math.sqrt(sum(error**2 for _, error in found.values())) / len(found)
-    return f"{mean:.1f} ± {error:.1f}", []
+    return _mean(list(found.values())), []
 
 
-def _score(report: EvalReport, request: TaskRequest) -> TaskScore | None:
-    """Returns the score of a request; where it samples programs, only with as many of them."""
-    for score in report.scores:
-        if (score.task, score.num_fewshot, score.num_samples) == (request.task, request.shots, request.samples):
-            return score
-    return None
+def _mean(metrics: list[Metric]) -> str:
+    mean = sum(metric.value for metric in metrics) / len(metrics)
+    down, up = (
+        math.hypot(*(metric.value - (getattr(metric, end) or 0) for metric in metrics)) / len(metrics)
+        for end in ("low", "high")
+    )
+    return f"{100 * mean:.1f} ({100 * max(0.0, mean - down):.1f}–{100 * (mean + up):.1f})"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -10,6 +11,11 @@ from cluster.record import Record, field_doc
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
 
+Z_95 = 1.96
+"""Standard deviations to each side of 95 % of a normal distribution."""
+SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
+"""How the names of metrics begin that are shares of the items."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric(Record):
@@ -17,7 +23,53 @@ class Metric(Record):
 
     name: str = field_doc("as the harness calls it")
     value: float = field_doc("a fraction for accuracies, bits for bits_per_byte")
-    stderr: float | None = field_doc("standard error; None where the harness has no formula", default=None)
+    stderr: float | None = field_doc(
+        "the harness's own standard error, which is zero where no item or all are right; None: it has no formula",
+        default=None,
+    )
+    low: float | None = field_doc("lower end of the 95 % interval, see `Metric.of`", default=None)
+    high: float | None = field_doc("its upper end", default=None)
+
+    @classmethod
+    def of(cls, name: str, value: float, stderr: float | None, num_items: int) -> Self:
+        """Returns a metric with its 95 % interval, as far as the items are a random draw.
+
+        It is Wilson's for a share of the items, which holds at 0 and 1 too (and is wider than need be where an item
+        counts in part, as in pass@k of several samples); else 1.96 standard errors to each side, or none.
+        """
+        if name.startswith(SHARES) and 0 <= value <= 1 and num_items:
+            low, high = wilson(value, num_items)
+        elif stderr is not None:
+            low, high = value - Z_95 * stderr, value + Z_95 * stderr
+        else:
+            low = high = None
+        return cls(name=name, value=value, stderr=stderr, low=low, high=high)
+
+    def interval(self, digits: int = 4) -> str:
+        """Returns `0.0000 to 0.4345`, or nothing where there is no interval."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self.low:.{digits}f} to {self.high:.{digits}f}"
+
+    def text(self, digits: int = 3) -> str:
+        """Returns `0.000 (0.000 to 0.434)`."""
+        interval = self.interval(digits)
+        return f"{self.value:.{digits}f}" + (f" ({interval})" if interval else "")
+
+
+def wilson(share: float, num_items: int) -> tuple[float, float]:
+    """Returns the 95 % interval of a share: those true shares that are within 1.96 of their own standard errors of it.
+
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", J. Amer. Statist.
+    Assoc. 22, 1927.
+    """
+    z2 = Z_95**2
+    centre, half = (
+        share + z2 / (2 * num_items),
+        Z_95 * math.sqrt(share * (1 - share) / num_items + z2 / (4 * num_items**2)),
+    )
+    scale = 1 + z2 / num_items
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +273,8 @@ def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
     return {
         "task": score.task,
         "metric": metric.name,
-        "value": f"{metric.value:.4f}" + ("" if metric.stderr is None else f" ± {metric.stderr:.4f}"),
+        "value": f"{metric.value:.4f}",
+        "95 % interval": metric.interval(),
         "chance": f"{score.chance:.3f}" if accuracy else "",
         "coverage": score.coverage,
         "shots": str(score.num_fewshot),

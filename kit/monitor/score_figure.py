@@ -1,4 +1,4 @@
-"""Scores against training tokens, with their standard errors."""
+"""Scores against training tokens, with their 95 % intervals."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ MARKERS = ("o", "s", "^", "D", "v")
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it shows.
 
-    Accuracies and bits per byte have a panel each. A bar is one standard error up and down; a hollow marker is a score
+    Accuracies and bits per byte have a panel each. A bar is the 95 % interval; a hollow marker is a score
     of a part of the items; a dotted line is guessing. The table has a row for each point: task, metric, step, tokens,
-    score, stderr, partial.
+    score, stderr (the harness's), low, high, partial.
 
     Raises:
         RunError: no checkpoint of the run has been scored.
@@ -44,7 +44,7 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         x, y = curve.tokens, scale * curve.score
         label = f"{curve.name} ({curve.metric})"
-        errors = scale * np.nan_to_num(curve.stderr)
+        errors = scale * np.nan_to_num(np.stack((curve.score - curve.low, curve.high - curve.score)))
         axis.errorbar(x, y, errors, color=colour, linewidth=1.2, capsize=2, label=label)
         for partial, face in ((False, colour), (True, "white")):
             here = curve.partial == partial
@@ -54,7 +54,7 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     some_partial = any(curve.partial.any() for curve in curves)
     hollow = "\nhollow: a part of the items" if some_partial else ""
     names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
-    axis.set_title((f"Score, %{hollow}; dotted: guessing") if accuracy else f"{names}{hollow}")
+    axis.set_title((f"Score, %, and 95 % interval{hollow}; dotted: guessing") if accuracy else f"{names}{hollow}")
     axis.set_xlabel("training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy:
@@ -70,9 +70,10 @@ def _others(curves: list[ScoreCurve]) -> list[ScoreCurve]:
 
 
 def _rows(curve: ScoreCurve) -> list[dict[str, Any]]:
+    numbers = {name: getattr(curve, name) for name in ("tokens", "score", "stderr", "low", "high")}
     return [
-        {"task": curve.name, "metric": curve.metric, "step": int(step), "tokens": float(tokens),
-         "score": float(score), "stderr": float(stderr), "partial": bool(partial)}
-        for step, tokens, score, stderr, partial in zip(
-            curve.step, curve.tokens, curve.score, curve.stderr, curve.partial, strict=True)
-    ]  # fmt: skip
+        {"task": curve.name, "metric": curve.metric, "step": int(step)}
+        | {name: float(values[i]) for name, values in numbers.items()}
+        | {"partial": bool(curve.partial[i])}
+        for i, step in enumerate(curve.step)
+    ]

@@ -23,15 +23,20 @@ class ScoreCurve:
     step: np.ndarray  # optimizer steps
     tokens: np.ndarray  # training tokens; NaN where the report does not know
     score: np.ndarray  # fraction, or bits for bits_per_byte
-    stderr: np.ndarray  # standard error; NaN where the harness has no formula
+    stderr: np.ndarray  # the harness's standard error; NaN where it has no formula
+    low: np.ndarray  # lower end of the 95 % interval; NaN where there is none
+    high: np.ndarray  # its upper end
     partial: np.ndarray  # bool: a part of the items was scored
     chance: float  # accuracy of guessing; NaN where there is nothing to guess
     seconds: np.ndarray  # time to score
 
+    temperature: float = 0.0  # of sampled texts
+
     @property
     def name(self) -> str:
-        """Task and shots, for a legend."""
-        return f"{self.task}, {self.num_fewshot} shots" if self.num_fewshot else self.task
+        """Task, shots and temperature, for a legend."""
+        shots = f", {self.num_fewshot} shots" if self.num_fewshot else ""
+        return f"{self.task}{shots}" + (f", temperature {self.temperature:g}" if self.temperature else "")
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
@@ -75,19 +80,28 @@ def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
         tokens=column([report.tokens_seen for report, _ in points]),
         score=column([metric.value for metric in metrics]),
         stderr=column([metric.stderr for metric in metrics]),
+        low=column([metric.low for metric in metrics]),
+        high=column([metric.high for metric in metrics]),
         partial=np.array([score.partial for _, score in points]),
         chance=float("nan") if first.chance is None else first.chance,
         seconds=column([score.seconds for _, score in points]),
+        temperature=first.temperature,
     )
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task, as plain values: metric, score, stderr, step, partial."""
+    """Returns the newest score of each task, as plain values: metric, score, stderr, 95 % interval, step, partial."""
+
+    def last(values: np.ndarray) -> float | None:
+        return None if np.isnan(values[-1]) else float(values[-1])
+
     return {
         curve.name: {
             "metric": curve.metric,
             "score": float(curve.score[-1]),
-            "stderr": None if np.isnan(curve.stderr[-1]) else float(curve.stderr[-1]),
+            "stderr": last(curve.stderr),
+            "low": last(curve.low),
+            "high": last(curve.high),
             "step": int(curve.step[-1]),
             "partial": bool(curve.partial[-1]),
         }
@@ -114,6 +128,7 @@ class ScoreFollower:
 
     def _new(self, report: EvalReport, score: TaskScore) -> dict[str, float]:
         shots = f"_{score.num_fewshot}_shots" if score.num_fewshot else ""
+        shots += f"_temperature_{score.temperature:g}" if score.temperature else ""
         values = {}
         for metric in score.metrics:
             name = f"eval/{score.task}{shots}/{metric.name.replace(',', '_')}"

@@ -226,13 +226,13 @@ def _last(values: np.ndarray, form: str, *, always: bool = False) -> str:
 
 
 def _scores(scores: dict[str, dict[str, Any]]) -> str:
-    """Returns `piqa 0.61 ± 0.02 at step 200 (partial)` for each task."""
+    """Returns `piqa acc 0.610 (0.588 to 0.632) at step 200, partial` for each task, with its 95 % interval."""
     words = []
     for task, last in scores.items():
-        error = "" if last["stderr"] is None else f" ± {last['stderr']:.3f}"
-        partial = " (partial)" if last["partial"] else ""
-        words.append(f"{task} {last['metric']} {last['score']:.3f}{error} at step {last['step']:,}{partial}")
-    return ", ".join(words)
+        interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
+        partial = ", partial" if last["partial"] else ""
+        words.append(f"{task} {last['metric']} {last['score']:.3f}{interval} at step {last['step']:,}{partial}")
+    return "; ".join(words)
 
 
 def _show(value: Any, form: str) -> str:

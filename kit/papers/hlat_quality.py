@@ -89,6 +89,7 @@ def _compared(name: str, runs: Runs, text: str) -> tuple[Any, Rows]:
         [row] = compare(report, name).own
         own.append({"made": made, **row})
         missing += not any(row[column] for column in published_table(name).columns)
+    text += " Own rows: 95 % intervals in brackets." if own else ""
     if missing:
         text += (
             f" Reports given: {len(own)}, without a complete column: {missing}; partial scores, other shots and a part "

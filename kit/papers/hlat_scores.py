@@ -55,7 +55,7 @@ def end_points(model: str, panel: str) -> list[Layer]:
 
 
 def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
-    """Returns the scores of a run's checkpoints with their standard errors, by panel; other tasks by their name.
+    """Returns the scores of a run's checkpoints with their 95 % intervals, by panel; other tasks by their name.
 
     Args:
         run: with scores in its directory.
@@ -75,10 +75,11 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
 
 def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale: Any) -> Layer:
     percent = 1.0 if curve.metric == "bits_per_byte" else 100.0
-    y, error = percent * curve.score, percent * np.nan_to_num(curve.stderr)
+    y = percent * curve.score
+    low, high = (np.where(np.isnan(end), y, percent * end) for end in (curve.low, curve.high))
     if curve.partial.any():
         source += "; a part of the items"
-    return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=y - error, high=y + error,
+    return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=low, high=high,
                  source=source, scale=scale, joined=True)  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def _run_of(layer: Layer) -> str:
 
 def _text(model: str, has_demo: bool) -> str:
     here = (
-        " Below: checkpoints of runs on this machine, scored by the same harness; bars are standard errors, dotted is "
+        " Below: checkpoints of runs on this machine, scored by the same harness; bars are 95 % intervals, dotted is "
         "guessing. Bits per byte: less is better."
     )
     return (

@@ -3,14 +3,14 @@
 import pytest
 
 from kit.errors import ConfigError
-from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.report import EvalReport, Metric, TaskScore, wilson
 from kit.evaluate.resolver import DataSource
 
 
 def score(task: str = "piqa", *, value: float = 0.5, items: int = 1838, shots: int = 0, cut: int = 0) -> TaskScore:
     return TaskScore(
         task=task,
-        metrics=(Metric(name="acc", value=value, stderr=0.01), Metric(name="likelihood", value=-1.0)),
+        metrics=(Metric.of("acc", value, 0.01, items), Metric.of("likelihood", -1.0, None, items)),
         num_items=items,
         total_items=1838,
         seed=None if items == 1838 else 7,
@@ -52,7 +52,8 @@ def test_rows_show_error_chance_shots_version_and_data():
     assert accuracy == {
         "task": "piqa",
         "metric": "acc",
-        "value": "0.6250 ± 0.0100",
+        "value": "0.6250",
+        "95 % interval": "0.6026 to 0.6469",
         "chance": "0.500",
         "coverage": "1,838 items",
         "shots": "5",
@@ -60,7 +61,28 @@ def test_rows_show_error_chance_shots_version_and_data():
         "data": "mirror:baber/piqa/default/validation.parquet abababab",
         "seconds": "1.2",
     }
-    assert (likelihood["value"], likelihood["chance"]) == ("-1.0000", "")
+    assert (likelihood["value"], likelihood["95 % interval"], likelihood["chance"]) == ("-1.0000", "", "")
+
+
+def test_no_right_answer_of_five_is_not_certainty():
+    none, all_right = (Metric.of("acc,none", value, 0.0, 5) for value in (0.0, 1.0))
+    assert none.text(4) == "0.0000 (0.0000 to 0.4345)" and all_right.text(4) == "1.0000 (0.5655 to 1.0000)"
+    assert none.stderr == 0.0, "the harness's own is kept beside it"
+    assert Metric.of("likelihood_diff,none", 2.0, 0.5, 5).interval(2) == "1.02 to 2.98", (
+        "no share: 1.96 standard errors"
+    )
+    assert Metric.of("bits_per_byte", 2.0, None, 5).interval() == ""
+
+
+@pytest.mark.parametrize("num_items", [1, 5, 164])
+def test_the_interval_holds_every_share_that_is_within_two_of_its_own_errors(num_items):
+    """Wilson's definition, by search."""
+    for right in range(num_items + 1):
+        share = right / num_items
+        true = [k / 20_000 for k in range(20_001)]
+        inside = [p for p in true if (share - p) ** 2 <= 1.96**2 * p * (1 - p) / num_items + 1e-12]
+        low, high = wilson(share, num_items)
+        assert abs(low - inside[0]) < 1e-4 and abs(high - inside[-1]) < 1e-4
 
 
 def test_tables_have_a_title_and_escape_text():

@@ -45,7 +45,7 @@ def values(rows: list[dict], **wanted: object) -> list[dict]:
 
 def score(task: str, value: float, *, shots: int = 0, items: int = 50, metric: str = "acc_norm") -> TaskScore:
     return TaskScore(
-        task=task, metrics=(Metric(name=metric, value=value, stderr=0.05),), num_items=items, total_items=100,
+        task=task, metrics=(Metric.of(metric, value, 0.05, items),), num_items=items, total_items=100,
         num_fewshot=shots, chance=0.5, task_version="1", harness_version="0.4", data=(), seconds=1.0,
     )  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list
     report = EvalReport(name="mine", tokenizer_sha256="00", scores=tuple(whole))
     report.write(tmp_path / "mine.json")
     figure, rows = paper_figure("hlat-quality").draw([tmp_path / "mine.json"])
-    assert rows[0]["reading"] == "70.0 ± 5.0" and rows[0]["commonsense"] == ""
+    assert rows[0]["reading"] == "70.0 (60.4–78.1)" and rows[0]["commonsense"] == ""
     assert "without a complete column: 1" in caption(paper_figure("hlat-quality").draw(runs[1:])[0])
 
 
