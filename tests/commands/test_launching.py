@@ -123,6 +123,17 @@ def test_a_plan_from_a_file_and_a_number_of_devices() -> None:
     refused("expected a Plan as JSON", "--plan", "absent.json")
 
 
+def test_the_planners_choice_is_launched_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--site", "trn1.32xlarge", "--devices", "2048", "--batch", "1024", "--count", "2", "--choose", "2")
+    app(["plan", "hlat-7b", *sizes, "--out", "second.json"], standalone_mode=False)
+    kept = Plan.read(Path("second.json"))
+    assert kept.engine == "neuron" and "Layout 2 is in second.json" in capsys.readouterr().out
+    assert asked(recipe="hlat-7b", plan=Path("second.json")).plan == kept
+    launch("--recipe", "hlat-7b", "--plan", "second.json", "--site", "trn1.32xlarge", "--show")
+    said = capsys.readouterr()
+    assert "#SBATCH --nodes=64" in said.out and "plan." not in said.err, "nothing of the layout is left to fill in"
+
+
 def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     launch("--recipe", "hlat-70b", "--site", "trn1.32xlarge", "--nodes", "64", "--show")
     said = capsys.readouterr()
