@@ -5,8 +5,10 @@ process may attach to any job, and the job does not notice when they go. Standar
 """
 
 import dataclasses
+import errno
 import html
 import os
+import pwd
 import signal
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from cluster.state import (
     Event,
     JobError,
     JobState,
+    Request,
     RunState,
     SchedulerJob,
     ask,
@@ -189,13 +192,11 @@ class Job:
 
     def stop(self) -> None:
         """Asks the trainer to save a checkpoint and end, at its next step boundary."""
-        if not self.status().state.is_final:
-            ask(self.run_dir, "stop")
+        self._ask("stop")
 
     def checkpoint(self) -> None:
         """Asks the trainer to save a checkpoint and go on, at its next step boundary."""
-        if not self.status().state.is_final:
-            ask(self.run_dir, "checkpoint")
+        self._ask("checkpoint")
 
     def cancel(self) -> None:
         """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's grace time.
@@ -211,7 +212,20 @@ class Job:
         elif state.process is None or not state.process.is_here:
             raise JobError(f"{self.run_dir}: cannot be cancelled from here: {why_unknown(state)}. Use .stop() instead.")
         else:
-            state.process.send_signal(signal.SIGTERM)
+            try:
+                state.process.send_signal(signal.SIGTERM)
+            except PermissionError as error:
+                raise JobError(f"{self.run_dir}: {_not_ours(self.run_dir, 'end')}") from error
+
+    def _ask(self, request: Request) -> None:
+        if self.status().state.is_final:
+            return
+        try:
+            ask(self.run_dir, request)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            raise JobError(f"{self.run_dir}: {_not_ours(self.run_dir, f'ask for a {request}')}") from error
 
     def requeue(self, timeout_s: float = 60.0) -> None:
         """Starts the next attempt: of an ended job at once, of a running one after ending it as `cancel` does.
@@ -259,3 +273,13 @@ class Job:
         rows = [("state", f"{status.state}: {status.reason}"), ("attempt", status.attempt), ("step", status.step)]
         table = html_table(f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows])
         return f"{table}<code>{html.escape(str(self.run_dir))}</code>"
+
+
+def _not_ours(run_dir: Path, what: str) -> str:
+    """Returns why a job cannot be reached by this user, and who can."""
+    owner = run_dir.stat().st_uid
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        name = f"user {owner}"
+    return f"you may not {what}: the run belongs to {name}. Ask {name}, or do it as {name}."

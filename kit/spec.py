@@ -6,6 +6,7 @@ V vocabulary, s sequence length.
 
 import dataclasses
 import enum
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -92,7 +93,7 @@ class ModelSpec(Record):
             ConfigError: no preset has that name.
         """
         if name not in PRESETS:
-            raise ConfigError(f"spec.preset: {name!r} is unknown. {suggestion(name, PRESETS)}")
+            raise ConfigError(f"spec.preset: {name!r} is unknown. {_suggestion(name)}")
         family, shapes = PRESETS[name]
         return getattr(cls, family)(name=name, **shapes)
 
@@ -226,3 +227,16 @@ PRESETS: dict[str, tuple[Literal["gpt", "llama"], dict]] = {
     "gpt2-xl": ("gpt", dict(num_layers=48, hidden_size=1600, num_heads=25, vocab_size=50_257,
                             sequence_length=1024, activation="gelu_tanh")),
 }  # fmt: skip
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
+
+
+def _suggestion(name: str) -> str:
+    """Returns the tail of an error message: presets of the asked size if it names one, else the closest by name."""
+    size = _SIZE.search(name.lower())
+    alike = [preset for preset in PRESETS if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()]
+    if not alike:
+        if size:  # another size is no likely slip, however alike the names are
+            return f"None has {size[0].upper()} parameters. Give a spec.json of your own. {suggestion('', PRESETS)}"
+        return suggestion(name, PRESETS)
+    return f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."

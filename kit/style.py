@@ -8,6 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kit.errors import ConfigError
+
 BLUE, VERMILION, GREEN, PURPLE, GREY = "#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#666666"
 """The Okabe-Ito hues, darkened until lines have a contrast of 5 on white. Written out where they are used, since a
 cycle's C0, C1 are looked up when the figure is saved, outside its style."""
@@ -29,6 +31,24 @@ def figure_style() -> Iterator[Any]:
         finally:
             for number in set(plt.get_fignums()) - before:
                 plt.close(number)
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_picture(file: Path) -> Path:
+    """Returns the name of a picture that can be written, so that this is known before it is drawn.
+
+    Raises:
+        ConfigError: its ending is none of PICTURES, it is a folder, or a file stands in its way.
+    """
+    if file.suffix.lower() not in PICTURES:
+        named = file.suffix or "no ending"
+        raise ConfigError(f"{file}: {named} is no format of a picture. Allowed: {', '.join(PICTURES)}.")
+    if file.is_dir() or not next(folder for folder in file.absolute().parents if folder.exists()).is_dir():
+        raise ConfigError(f"{file}: cannot be written. Give the name of a file, in a folder or a new one.")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
 
 
 def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 300) -> None:

@@ -153,11 +153,14 @@ def _apply_peak(directory: Path, as_json: bool) -> None:
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="also train a step with DeepSpeed; up to a minute")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Say what this machine has of what the kit can use, and how to get the rest."""
     from kit.doctor import examine
 
-    findings = examine()
+    findings = examine(deep=deep)
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:

@@ -20,7 +20,7 @@ from kit.commands.options import (
     print_record,
     strict_json,
 )
-from kit.errors import RunError
+from kit.errors import RunError, kit_command
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.terminal import Table
@@ -115,11 +115,14 @@ def import_(
 
 def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
     from kit.monitor.runs import compare_figure
+    from kit.style import check_picture
 
+    file = check_picture(out or folder / "compare.png")
     if missing := [name for name in names if not (folder / name).is_dir()]:
-        raise RunError(f"--compare {missing[0]!r}: no such run below {folder}. `kit runs {folder}` lists them.")
+        raise RunError(
+            f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}` lists them."
+        )
     figure, table = compare_figure([Run.open(folder / name) for name in names])
-    file = out or folder / "compare.png"
     figure.savefig(file)
     plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
     print(strict_json(plain) if as_json else file)

@@ -24,6 +24,8 @@ def figures(
 ) -> None:
     """List the figures of papers that `kit figure NAME` draws, or draw all of them (--out FOLDER)."""
     if out is not None:
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")
         for name, problem in save_all(FIGURES, out, own or ()).items():
             told = Text.assemble((f"{name} is not drawn: ", "yellow"), problem) if problem else Text(str(out / name))
             console().print(told, soft_wrap=True)
@@ -41,10 +43,10 @@ def figures(
 
 def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json: bool) -> None:
     """Draws a figure of a paper to a file (default: NAME.png here), and writes its table to a .csv beside it."""
-    from kit.style import save_figure
+    from kit.style import check_picture, save_figure
 
+    file = check_picture(out or Path(f"{name}.png"))
     drawn, rows = paper_figure(name).draw(runs)
-    file = out or Path(f"{name}.png")
     save_figure(drawn, rows, [file, file.with_suffix(".csv")])
     known = [{name: None if value != value else value for name, value in row.items()} for row in rows]  # NaN: no JSON
     print(json.dumps(known) if as_json else file)

@@ -109,6 +109,7 @@ def figure(
     """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
     from kit.monitor import run_figure
     from kit.papers import FIGURES
+    from kit.style import check_picture
 
     if str(run) in FIGURES:
         from kit.commands.papers import draw_paper_figure
@@ -116,8 +117,8 @@ def figure(
         return draw_paper_figure(str(run), out, own or (), as_json)
 
     opened = Run.open(run)
+    file = check_picture(out or opened.directory / "figure.png")
     drawn, table = run_figure(opened)
-    file = out or opened.directory / "figure.png"
     drawn.savefig(file)
     print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)
 

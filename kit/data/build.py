@@ -22,6 +22,7 @@ from kit.data.dataset import (
     StoredFile,
     ValidationDocument,
 )
+from kit.data.readers import TEXT_KEY
 from kit.data.token_file import TokenFileWriter, token_dtype
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
 from kit.errors import DataError
@@ -43,6 +44,7 @@ def build_dataset(
     progress: bool = True,
     *,
     skip_corrupt: bool = False,
+    text_key: str = TEXT_KEY,
     overwrite: bool = False,
 ) -> Dataset:
     """Returns the dataset in `out_dir`, built from `sources` unless it is there already.
@@ -61,6 +63,7 @@ def build_dataset(
         seed: changes which documents are held out.
         progress: show a progress bar, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
+        text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
         overwrite: replace a dataset that was built with other settings, or is damaged.
 
     Raises:
@@ -77,7 +80,7 @@ def build_dataset(
         )
     if vocab_size is None:
         vocab_size = given.vocab_size if given else DEFAULT_VOCAB_SIZE
-    corpus = Corpus(sources, max_bytes, skip_corrupt)
+    corpus = Corpus(sources, max_bytes, skip_corrupt, text_key)
     settings = Settings(
         sources=corpus.sources,
         tokenizer_sha256=given.sha256 if given else None,
@@ -85,6 +88,7 @@ def build_dataset(
         max_bytes=corpus.max_bytes,
         validation_fraction=validation_fraction,
         seed=seed,
+        text_key=text_key,
     )
     bars = _Progress(shown=progress)
     existing = _existing(directory, settings, overwrite)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.record import Record, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
-from kit.data.readers import FORMATS, read_texts
+from kit.data.readers import FORMATS, TEXT_KEY, read_texts
 from kit.errors import DataError
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
@@ -50,16 +50,21 @@ class Corpus:
     """
 
     def __init__(
-        self, sources: SourcePaths | None = None, max_bytes: int | None = None, skip_corrupt: bool = False
+        self,
+        sources: SourcePaths | None = None,
+        max_bytes: int | None = None,
+        skip_corrupt: bool = False,
+        text_key: str = TEXT_KEY,
     ) -> None:
         """Finds the files and hashes them.
 
         Args:
             sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl and
-                .parquet: one per row, in `text`). None is the default corpus of this Python installation.
+                .parquet: one per row). None is the default corpus of this Python installation.
             max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
             skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
                 always does: nobody here answers for the files of other people's packages.
+            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
 
         Raises:
             DataError: a source does not exist, is of an unknown format, or holds no files.
@@ -76,7 +81,7 @@ class Corpus:
         self.num_duplicates = self.num_empty = 0
         self.skipped: list[str] = []
         self._files = [file for _, files in groups for file in files]
-        self._skip_corrupt = skip_corrupt or sources is None
+        self._skip_corrupt, self.text_key = skip_corrupt or sources is None, text_key
 
     def __iter__(self) -> Iterator[Document]:
         """Yields the documents.
@@ -89,7 +94,7 @@ class Corpus:
         seen: set[bytes] = set()
         total = 0
         for path, file_name in self._files:
-            for name, text in read_texts(path, file_name, self._report):
+            for name, text in read_texts(path, file_name, self._report, self.text_key):
                 document = self._document(name, text)
                 if document is None:
                     continue
@@ -117,7 +122,10 @@ class Corpus:
 
     def _report(self, place: str, reason: str) -> None:
         if not self._skip_corrupt:
-            raise DataError(f"{place}: {reason}. Repair or remove it, or leave such documents out: skip_corrupt=True.")
+            raise DataError(
+                f"{place}: {reason}. Repair or remove it, or leave such documents out: --skip-corrupt "
+                f"(skip_corrupt=True)."
+            )
         self.skipped.append(f"{place}: {reason}")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from cluster.record import Record, check_file_name, field_doc, html_table
 from kit.data.corpus import Source
+from kit.data.readers import TEXT_KEY
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
 from kit.errors import DataError
@@ -35,6 +36,7 @@ class Settings(Record):
     max_bytes: int | None = field_doc("bytes of text to stop at; null: no limit")
     validation_fraction: float = field_doc("share of the documents held out")
     seed: int = field_doc("which documents are held out")
+    text_key: str = field_doc("what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY)
 
     def differences(self, other: Self) -> list[str]:
         """Returns one line per field that differs: name, value here, value there."""

@@ -5,6 +5,7 @@ that stops the build or is written down and skipped.
 """
 
 import ast
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,18 @@ from kit.errors import DataError
 Report = Callable[[str, str], None]
 Texts = Iterator[tuple[str, str]]
 
-TEXT_COLUMN = "text"
-"""Key of a .jsonl object, or column of a .parquet file, that holds the document."""
+TEXT_KEY = "text"
+OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
 
-def read_texts(file: Path, name: str, report: Report) -> Texts:
+def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
     """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if there are several.
+
+    Args:
+        file: which.
+        name: of the file, for messages.
+        report: told of what cannot be read.
+        text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
 
     Raises:
         DataError: the file's format is not known.
@@ -28,6 +35,8 @@ def read_texts(file: Path, name: str, report: Report) -> Texts:
     reader = reader_of(file)
     if reader is None:
         raise DataError(f"{name}: cannot read this format. {suggestion(file.suffix, FORMATS)}")
+    if reader in (_jsonl, _parquet):
+        reader = functools.partial(reader, text_key=text_key)
     try:
         yield from reader(file, name, report)
     except OSError as error:
@@ -71,7 +80,7 @@ def _topics(file: Path, name: str, report: Report) -> Texts:
         yield f"{name}:{topic}", text
 
 
-def _jsonl(file: Path, name: str, report: Report) -> Texts:
+def _jsonl(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -82,33 +91,33 @@ def _jsonl(file: Path, name: str, report: Report) -> Texts:
             except (ValueError, RecursionError) as error:
                 report(place, f"not valid JSON ({error})")
                 continue
-            text = row.get(TEXT_COLUMN) if isinstance(row, dict) else None
+            text = row.get(text_key) if isinstance(row, dict) else None
             if isinstance(text, str):
                 yield place, text
             else:
                 keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                report(place, f"no string under the key {TEXT_COLUMN!r} (found: {keys})")
+                report(place, f"no string under the key {text_key!r} (found: {keys}){OTHER_KEY}")
 
 
-def _parquet(file: Path, name: str, report: Report) -> Texts:
+def _parquet(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            if TEXT_COLUMN not in table.schema_arrow.names:
-                report(name, f"no column {TEXT_COLUMN!r} (found: {', '.join(table.schema_arrow.names)})")
+            if text_key not in table.schema_arrow.names:
+                report(name, f"no column {text_key!r} (found: {', '.join(table.schema_arrow.names)}){OTHER_KEY}")
                 return
-            for batch in table.iter_batches(batch_size=1024, columns=[TEXT_COLUMN]):
+            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
                 for cell in batch.column(0):
                     number += 1
-                    yield from _cell(cell, f"{name}:row {number}", report)
+                    yield from _cell(cell, f"{name}:row {number}", report, text_key)
     except pyarrow.ArrowException as error:
         report(f"{name}:row {number + 1}", f"damaged Parquet file ({str(error).splitlines()[0]})")
 
 
-def _cell(cell, place: str, report: Report) -> Texts:
+def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
     try:
         text = cell.as_py()
     except UnicodeDecodeError:
@@ -117,7 +126,7 @@ def _cell(cell, place: str, report: Report) -> Texts:
     if isinstance(text, str):
         yield place, text
     else:
-        report(place, f"{TEXT_COLUMN!r} holds {type(text).__name__}, not a string")
+        report(place, f"{text_key!r} holds {type(text).__name__}, not a string")
 
 
 FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, ".jsonl": _jsonl, ".parquet": _parquet}

@@ -29,7 +29,6 @@ from kit.spikes import spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
-STRAGGLER = 1.15
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
 ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
@@ -163,7 +162,8 @@ class Watchman:
         def alert(kind: str, level: Level, message: str) -> Alert:
             return Alert(kind=kind, level=level, message=message, attempt=status.attempt, step=step, time=time.time())
 
-        if status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED):
+        removed = not (self.run.directory / "state.json").exists()  # or being so: nothing may be written there
+        if not removed and status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED):
             yield alert("job", "error", f"job {status.state}: {status.reason}")
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
@@ -201,7 +201,7 @@ class Watchman:
 
     def _straggler(self, ranks: RankTimes) -> tuple[str, Level, str] | None:
         slowest = ranks.slowest()
-        return ("straggler", "warning", str(slowest)) if slowest and slowest.ratio > STRAGGLER else None
+        return ("straggler", "warning", str(slowest)) if slowest and slowest.is_sure else None
 
     def _memory(self, columns: Columns) -> tuple[str, Level, str] | None:
         if self._device_memory is None or not len(columns):

@@ -1,25 +1,42 @@
 """Step times of all ranks over the last minutes: who is slow, and on which host."""
 
 import dataclasses
+import math
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 from cluster.state import read_rank_heartbeats
 
-SAMPLES, MIN_SAMPLES = 120, 5
+SAMPLES, BLOCKS = 120, 12
+MIN_SAMPLES = 2 * BLOCKS
+SLOW = 1.15
+"""Times the others' step time from which a rank is worth an alert."""
+BY_CHANCE = 1e-5
+"""How likely noise may be to make any rank look slower than that at one look. A look a second is 86,400 a day, of which
+720 share no sample."""
 SHARE = 0.1
 """Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The slowest rank of a job."""
+    """The slowest rank of a job: how many times the step time of the others it takes, and how sure that is.
+
+    `by_chance` is the probability that noise makes any of the ranks look slower than `SLOW` by as much.
+    """
 
     rank: int
     ratio: float
+    by_chance: float
     host: str | None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is worth an alert."""
+        return self.by_chance < BY_CHANCE
 
     def __str__(self) -> str:
         where = f" on {self.host}" if self.host else ""
@@ -74,20 +91,17 @@ class RankTimes:
         starts = np.arange(0, self.num_ranks, size)
         return np.stack([np.fmax.reduceat(column, starts) for column in self.samples], axis=1)
 
-    def slowest(self, over_steps: int = 20) -> Straggler | None:
-        """Returns the rank whose fastest sample of the last `over_steps` steps is the slowest; None while unknown."""
-        if not self.steps or self.num_ranks < 2 or self.steps[-1] - self.steps[0] < over_steps:
+    def slowest(self) -> Straggler | None:
+        """Returns the slowest rank of the last two minutes or so; None beside fewer than MIN_SAMPLES samples."""
+        samples = self.samples  # replaced as a whole at each look, after which what was found is old
+        if samples is not self._judged:
+            self._judged, self._found = samples, None
+            if self.num_ranks > 1 and len(samples) >= MIN_SAMPLES:
+                self._found = slowest_rank(self.last(len(samples) // BLOCKS * BLOCKS))
+        if self._found is None:
             return None
-        # Heartbeats come once a second: of steps that are quicker, one sample alone would be an accident.
-        samples = max(MIN_SAMPLES, int(np.sum(np.array(self.steps) >= self.steps[-1] - over_steps)))
-        if len(self.steps) < samples:
-            return None
-        recent = self.last(samples)
-        least = np.fmin.reduce(recent, axis=1)
-        if not np.isfinite(least).any():
-            return None
-        rank = int(np.nanargmax(least))
-        return Straggler(rank=rank, ratio=float(least[rank]), host=self.hosts.get(rank))
+        rank, ratio, by_chance = self._found
+        return Straggler(rank=rank, ratio=ratio, by_chance=by_chance, host=self.hosts.get(rank))
 
     def _start(self, attempt: int) -> None:
         self.attempt = attempt
@@ -95,3 +109,47 @@ class RankTimes:
         self.samples: list[np.ndarray] = []
         self.hosts: dict[int, str | None] = {}
         self._rest_until = 0.0
+        self._judged: list[np.ndarray] | None = None
+        self._found: tuple[int, float, float] | None = None
+
+
+def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
+    """Returns the slowest rank, its step time over the others', and the chance that noise makes one look above `SLOW`.
+
+    Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are compared by a
+    t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied by the ranks, of which the slowest
+    is looked at (Bonferroni). None where a block has no sample of that rank.
+
+    Args:
+        relative: step time over the median of all ranks, [rank, sample]; samples a multiple of BLOCKS.
+    """
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that has not said anything
+        means = np.nanmean(relative, axis=1)
+        if not np.isfinite(means).any():
+            return None
+        rank = int(np.nanargmax(means))
+        ratios = relative[rank].astype(float)
+        if len(relative) == 2:  # the median of two is their mean, which is half the rank itself
+            ratios = ratios / (2 - ratios)
+        blocks = np.nanmedian(np.log(ratios).reshape(BLOCKS, -1), axis=1)
+    if not np.isfinite(blocks).all():
+        return None
+    error = float(np.std(blocks, ddof=1)) / math.sqrt(BLOCKS)
+    excess = float(np.mean(blocks)) - math.log(SLOW)
+    if error == 0:
+        return rank, math.exp(np.mean(blocks)), 0.0 if excess > 0 else 1.0
+    return rank, math.exp(np.mean(blocks)), min(1.0, len(relative) * _tail(excess / error))
+
+
+def _tail(t: float, freedom: int = BLOCKS - 1) -> float:
+    """Returns the probability that Student's t of an odd number of degrees of freedom is above t.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    term = series = math.cos(angle)
+    for k in range(2, freedom - 1, 2):
+        term *= k / (k + 1) * math.cos(angle) ** 2
+        series += term
+    return 0.5 - (angle + math.sin(angle) * series) / math.pi

@@ -14,6 +14,7 @@ from cluster.state import JobState
 from kit.monitor import alerts
 from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.ranks import MIN_SAMPLES
 from kit.run import Run
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
 
@@ -118,17 +119,16 @@ def test_falling_mfu(tmp_path: Path) -> None:
     assert kinds(dashboard) == ["mfu"] and "fell to" in dashboard.alerts()[0]["message"]
 
 
-def test_a_slow_rank_is_named_after_twenty_steps(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_once_it_is_sure(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run", steps=100, ranks=8)
     dashboard = Dashboard(run)
-    for step in range(100, 115):
-        beat(run, step, slow_rank=3)
-        assert kinds(dashboard) == []
-    for step in range(115, 125):
+    for step in range(100, 100 + MIN_SAMPLES - 1):
         beat(run, step, slow_rank=3)
         dashboard.look()
+    assert kinds(dashboard) == []
+    beat(run, 200, slow_rank=3)
     assert kinds(dashboard) == ["straggler"] and dashboard.alerts()[0]["message"].startswith(
-        f"rank 3 on {os.uname().nodename} takes 1."
+        f"rank 3 on {os.uname().nodename} takes 1.4"
     )
 
 

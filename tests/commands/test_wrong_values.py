@@ -1,0 +1,129 @@
+"""Whatever is typed: every command answers in a sentence, with its own exit code, and never with a traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.process import Process
+from cluster.state import JobState
+from kit.__main__ import main
+from kit.errors import DataError
+from kit.spec import ModelSpec
+from tests.monitor.recorded import recorded_run, say
+
+PATHS = ("nowhere", "file", "empty", "loop", "x" * 260, "file/inside", "~nobody-of-this-name/x", "a\udc80")
+READERS = [
+    [command, "PATH"]
+    for command in ("status", "watch", "alerts", "logs", "stop", "checkpoint", "resume", "engine", "figure", "export",
+                    "calibrate")
+] + [["validate", "--rows", "PATH"], ["bench", "site", "--apply", "PATH"], ["runs", ".", "--compare", "PATH"],
+     ["sink", "PATH", "--to", "tensorboard", "--no-follow"], ["launch", "new", "--model", "PATH.json"],
+     ["import", "PATH", "--format", "megatron", "--out", "new", "--site", "lumi"],
+     ["launch", "new", "--site", "PATH.toml"], ["data", "build", "new", "--source", "PATH"]]  # fmt: skip
+WRITERS = [["figure", "run", "--out", "PATH.txt"], ["figure", "run", "--out", "file/inside/PATH.png"],
+           ["figure", "frontier-memory", "--out", "PATH.txt"], ["runs", ".", "--compare", "run", "--out", "PATH"],
+           ["export", "run", "--out", "file/inside/PATH"], ["export", "run", "--out", "empty"],
+           ["figures", "--out", "file"]]  # fmt: skip
+WORDS = [["logs", "run", "--rank", "WORD"], ["export", "run", "--format", "WORD"], ["sink", "run", "--to", "WORD"],
+         ["launch", "new", "--set", "WORD"], ["launch", "new", "--set", "plan.tensor_parallel=WORD"], ["WORD"],
+         ["launch", "new", "--steps", "WORD"], ["plan", "WORD", "--site", "lumi", "--devices", "8", "--batch", "8"],
+         ["data", "build", "new", "--max-megabytes", "WORD"]]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run that has ended, a file that is none of ours, an empty folder and a link to itself."""
+    recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
+    (tmp_path / "file").write_text("plain text\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """Returns what a command that must fail has said; an exception that is told by a traceback comes out of here."""
+    monkeypatch.setattr(sys, "argv", ["kit", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    text = capsys.readouterr().err
+    assert end.value.code in (1, 2) and text.strip() and "Traceback" not in text, words
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("words", [*READERS, *WRITERS], ids=" ".join)
+def test_wrong_paths_are_told_in_a_sentence(words: list[str], place: Path, monkeypatch, capsys) -> None:
+    for path in PATHS:
+        text = said([word.replace("PATH", path) for word in words], monkeypatch, capsys)
+        assert len(text) < 1500, text
+    assert (place / "file").read_text() == "plain text\n" and not (place / "new").exists()
+
+
+@pytest.mark.parametrize("words", WORDS, ids=" ".join)
+def test_wrong_words_are_told_in_a_sentence(words: list[str], place: Path, monkeypatch, capsys) -> None:
+    for word in ("", "nope", "-1", "nan", "[/b]", "x" * 300):
+        said([each.replace("WORD", word) for each in words], monkeypatch, capsys)
+    assert not (place / "new").exists()
+
+
+@pytest.fixture
+def as_nobody():
+    """A function that makes this process somebody else's, until the test ends; needs root."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    yield lambda: os.setresuid(65534, 65534, 0)
+    os.setresuid(0, 0, 0)
+
+
+@pytest.mark.parametrize("words", [["stop"], ["stop", "--now"], ["checkpoint"]], ids=" ".join)
+def test_a_run_of_somebody_else_is_left_to_them(
+    words: list[str], tmp_path: Path, as_nobody, monkeypatch, capsys
+) -> None:
+    run = recorded_run(tmp_path / "run", steps=30)
+    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    (run.directory / "control").mkdir(exist_ok=True)
+    with subprocess.Popen(["sleep", "60"]) as job:
+        ticks = int(Path(f"/proc/{job.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        say(run, JobState.RUNNING, step=30, process=Process.current().replace(pid=job.pid, start_ticks=ticks))
+        said([*words, str(tmp_path)], monkeypatch, capsys)  # what it imports may be root's alone
+        as_nobody()
+        text = said([*words, str(run.directory)], monkeypatch, capsys)
+        os.setresuid(0, 0, 0)
+        assert job.poll() is None, "it goes on"
+        job.kill()
+    assert "JobError" in text and "the run belongs to root" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("llama3-70b", "Did you mean 'hlat-70b'?"), ("llama2-7b", "Did you mean 'hlat-7b'?"),
+     ("gpt3-175B", "Did you mean 'gpt-175b'?"), ("dmeo", "Did you mean 'demo'?"), ("llama-13b", "None has 13B")],
+)  # fmt: skip
+def test_an_unknown_model_is_answered_by_one_of_its_size(name: str, advice: str) -> None:
+    with pytest.raises(Exception, match=advice):
+        ModelSpec.preset(name)
+
+
+def test_text_under_another_key_and_broken_lines_are_a_matter_of_options(tmp_path: Path, monkeypatch, capsys) -> None:
+    from kit.data import Dataset
+
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"content": f"the model is trained on {i} tokens of data " * 9}) for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("\n".join([*rows, '{"content": "half']))
+    build = ["data", "build", "data", "--source", "text.jsonl", "--vocab-size", "280", "--json"]
+    assert "Name the one that holds the text: --text-key" in said(build, monkeypatch, capsys)
+    assert "--skip-corrupt" in said([*build, "--text-key", "content"], monkeypatch, capsys)
+    monkeypatch.setattr(sys, "argv", ["kit", *build, "--text-key", "content", "--skip-corrupt"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    dataset = Dataset.open(tmp_path / "data")
+    assert end.value.code == 0 and dataset.info.settings.text_key == "content"
+    with pytest.raises(DataError, match="text_key: content there, text asked"):
+        from kit.data import build_dataset
+
+        build_dataset(tmp_path / "data", tmp_path / "text.jsonl", vocab_size=280, progress=False, skip_corrupt=True)
