@@ -17,6 +17,7 @@ from cluster.state import (
     locked,
     read_state,
     record_event,
+    refuse_stale,
 )
 from cluster.status import is_alive, read_status
 
@@ -93,6 +94,21 @@ def refuse_live(run_dir: Path) -> None:
             f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
             f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
         )
+
+
+def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
+    """Begins the attempt that follows one that has ended, under the same supervisor, and returns its number.
+
+    Raises:
+        StaleAttemptError: somebody else has begun one.
+    """
+    with locked(run_dir):
+        refuse_stale(run_dir, attempt)
+        told = f"restarting: {reason}"
+        state = RunState(
+            state=JobState.STARTING, attempt=0, process=Process.current(), heartbeat=time.time(), reason=told
+        )
+        return _begin(run_dir, state)
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:

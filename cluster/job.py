@@ -53,7 +53,9 @@ class JobSpec(Record):
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc("the job is ended after this time", default=None)
     grace_s: float = field_doc("from asking a rank to end (SIGTERM) to killing it (SIGKILL)", default=10.0)
-    max_restarts: int = field_doc("restarts in a row without a new step, after which the job has failed", default=2)
+    max_restarts: int = field_doc(
+        "restarts after crashes without a new step in between, after which the job has failed; 0: none", default=2
+    )
 
     def __post_init__(self) -> None:
         for name in ("run_dir", "working_directory"):

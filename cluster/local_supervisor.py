@@ -3,7 +3,8 @@
     python -m cluster.local_supervisor RUN_DIR             start the next attempt in the foreground
     python -m cluster.local_supervisor --submit RUN_DIR    in the background, the job and the files on standard input
 
-Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, writes exit.json.
+Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, starts them again
+when one has crashed (`JobSpec.max_restarts`), and writes exit.json.
 Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills what is left: all
 descendants whose parents died become children of the guard, so that none can hide. Standard library, Linux.
 
@@ -27,24 +28,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.attempts import claim_attempt, claimed
+from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import PACKAGE_ROOT
 from cluster.process import Process
+from cluster.progress import fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError, cut
 from cluster.state import (
     JobError,
     JobState,
+    asked_at,
     log_path,
     read_exit,
     read_state,
+    read_taken,
     update_state,
     write_end,
 )
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+USELESS_TO_RETRY = os.EX_CONFIG
+"""Exit code of a rank whose failure would come again: wrong input, a full disk."""
 LOOK_EVERY_S = 1.0
 """How often the run directory is looked for."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
@@ -53,11 +59,12 @@ LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: return code, one line for people, and the rank that failed first."""
+    """How the ranks ended: return code, one line for people, the rank that failed first, and whether they start again."""
 
     rc: int
     reason: str
     failing_rank: int | None = None
+    restarts: bool = False
 
 
 def main() -> int:
@@ -137,19 +144,36 @@ def guard(supervisor: Callable[[], int]) -> int:
 
 
 def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
-    """Runs all ranks to their end, records it in exit.json and state.json, and returns the job's return code."""
+    """Runs attempts until one has not crashed or too many have, records the end, and returns the job's return code."""
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
-    ranks: dict[int, subprocess.Popen] = {}
-    home = Home(run_dir)
+    home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
+    while True:
+        outcome = run_attempt(home, job, attempt, started, deadline)
+        say(f"{job.name}: attempt {attempt}: {outcome.reason}")
+        outcome = judge(home, job, attempt, outcome)
+        if not outcome.restarts:
+            break
+        try:
+            attempt = next_attempt(run_dir, attempt, outcome.reason)
+        except (JobError, OSError) as error:
+            say(str(error))
+            break
+    record(home, attempt, outcome)
+    return outcome.rc
+
+
+def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float) -> Outcome:
+    """Runs all ranks to their end and returns it; none of them is left."""
+    run_dir, ranks = home.run_dir, dict[int, subprocess.Popen]()
     try:
         update_state(run_dir, attempt=attempt, process=Process.current())
         port = start_ranks(run_dir, job, attempt, ranks)
         reason = f"{job.num_processes} processes started, no step yet"
         update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
         started()
-        outcome = watch(ranks, job.time_limit_s, home)
+        outcome = watch(ranks, job.time_limit_s, deadline, home)
         port.close()
         state = read_state(run_dir)
         if outcome.rc == 0 and state and state.state is JobState.STOPPING:
@@ -163,9 +187,22 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
             update_state(run_dir, attempt=attempt, state=JobState.STOPPING, reason=outcome.reason)
     end_ranks(ranks, job.grace_s)
     kill_descendants()
-    record(home, attempt, outcome)
-    say(f"{job.name}: attempt {attempt}: {outcome.reason}")
-    return outcome.rc
+    return outcome
+
+
+def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
+    """Returns an outcome with whether another attempt follows, by the rules of `cluster.slurm_supervisor`."""
+    run_dir = home.run_dir
+    told_to_stop = asked_at(run_dir, "stop") is not None or read_taken(run_dir, "stop") is not None
+    if outcome.failing_rank is None or told_to_stop or home.why_lost():
+        return outcome
+    was_killed = outcome.rc > 128
+    if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):
+        return outcome
+    if job.max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > job.max_restarts:
+        reason = f"{outcome.reason}; given up after {fruitless} starts without a new step"
+        return dataclasses.replace(outcome, reason=reason)
+    return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
 
 
 def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: dict[int, subprocess.Popen]) -> socket.socket:
@@ -213,10 +250,9 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, home: Home) -> Outcome:
+def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
     """Waits until all ranks have ended well, one has failed, the time is over, the run directory is lost, or a signal
     asks for the end."""
-    deadline = time.monotonic() + (float("inf") if time_limit_s is None else time_limit_s)
     while True:
         reap(ranks)
         failed = [rank for rank, process in ranks.items() if process.returncode]

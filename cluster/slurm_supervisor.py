@@ -33,7 +33,7 @@ from cluster.beat import VARIABLE, Switchboard
 from cluster.descendants import become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
-from cluster.local_supervisor import CRASHES, Outcome, record, say
+from cluster.local_supervisor import CRASHES, USELESS_TO_RETRY, Outcome, record, say
 from cluster.preflight import check_nodes
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.rank import Failure
@@ -53,8 +53,6 @@ from cluster.state import (
 )
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-USELESS_TO_RETRY = os.EX_CONFIG
-"""Exit code of a rank whose failure would come again: wrong input, a full disk."""
 END_WAIT_S = 30.0
 REQUEUE_PATIENCE_S = 120.0
 

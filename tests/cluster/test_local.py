@@ -186,13 +186,44 @@ def test_job_does_not_need_its_guard(tmp_path, mark):
 
 
 def test_sigkill_of_a_rank_is_named(tmp_path):
-    job = local.submit(spec(tmp_path, f"import os; print(os.getpid())\n{SLEEP}", 3))
+    job = local.submit(spec(tmp_path, f"import os; print(os.getpid())\n{SLEEP}", 3, max_restarts=0))
     os.kill(int(printed(job, 2)), signal.SIGKILL)
     status = job.wait(20)
     assert status.state is JobState.FAILED and status.exit_code == 137
     assert status.reason.startswith("rank 2 was killed by SIGKILL")
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 2
+
+
+STEPPING = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from cluster.state import update_state
+run_dir, attempt = Path(sys.argv[1]), int(os.environ["KIT_ATTEMPT"])
+update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat=time.time())
+{{end}}
+"""
+"""A rank that takes one step and then does as it is told."""
+
+
+@pytest.mark.parametrize(
+    ("step", "end", "attempts", "reason"),
+    [
+        ("attempt", "if attempt < 3: os.kill(os.getpid(), 9)", 3, "all 1 ranks ended with code 0"),
+        ("attempt", "sys.exit(attempt < 3)", 3, "all 1 ranks ended with code 0"),
+        ("5", "os.kill(os.getpid(), 9)", 4, "given up after 3 starts without a new step"),
+        ("attempt", "sys.exit(os.EX_CONFIG)", 1, "rank 0 ended with code 78"),
+        ("attempt", "(run_dir / 'control' / 'request_stop').touch(); os.kill(os.getpid(), 9)", 1, "SIGKILL"),
+    ],
+    ids=["killed", "failed", "always killed", "useless to retry", "asked to stop"],
+)
+def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, step, end, attempts, reason):
+    job = spec(tmp_path, STEPPING.format(step=step, end=end), 1)
+    handle = local.submit(job.replace(argv=[*job.argv, str(tmp_path)]))
+    status = handle.wait(60)
+    assert status.attempt == attempts and reason in status.reason, (status, handle.logs())
+    assert [event.attempt for event in handle.history if event.state is JobState.FAILED] in ([], [attempts])
 
 
 def test_reattach_from_a_new_interpreter(tmp_path):
