@@ -59,7 +59,7 @@ LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: return code, one line for people, the rank that failed first, and whether they start again."""
+    """How the ranks ended: return code, one line for people, first rank to fail, and whether they start again."""
 
     rc: int
     reason: str
