@@ -42,22 +42,26 @@ def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:
 
 def build(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE, *, initialise: bool = True) -> Any:
     """Returns the plan's engine, in a worker process, whose environment it sets."""
+    device = CPU
     if plan.engine == "neuron":
+        from torch_xla.core.xla_model import xla_device  # pyright: ignore[reportMissingImports]
+
         os.environ.update(needed_environment(plan))
-    return build_engine(spec, plan, recipe, CPU, initialise=initialise)
+        device = xla_device()
+    return build_engine(spec, plan, recipe, device, initialise=initialise)
 
 
-def batches(spec: ModelSpec, plan: Plan, data_rank: int) -> list[torch.Tensor]:
+def batches(spec: ModelSpec, plan: Plan, data_rank: int, steps: int = STEPS) -> list[torch.Tensor]:
     """Returns one replica's part of each step's batch."""
     generator, share = torch.Generator().manual_seed(0), plan.global_batch_size // plan.data_parallel
-    shape = (STEPS, plan.global_batch_size, spec.sequence_length + 1)
+    shape = (steps, plan.global_batch_size, spec.sequence_length + 1)
     return list(torch.randint(0, spec.vocab_size, shape, generator=generator)[:, data_rank * share :][:, :share])
 
 
 def train(spec: ModelSpec, plan: Plan, recipe: Recipe = RECIPE) -> Trained:
-    """Returns what this rank says of ten steps."""
+    """Returns what this rank says of the recipe's steps."""
     engine = build(spec, plan, recipe)
-    mine = batches(spec, plan, engine.data_rank)
+    mine = batches(spec, plan, engine.data_rank, recipe.num_steps)
     return engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
 
 

@@ -18,14 +18,24 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback."""
+def start_gloo() -> None:
+    """Joins the process group of the ranks of a test."""
+    dist.init_process_group("gloo")
+
+
+def run_ranks(
+    num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120, start: Callable[[], Any] = start_gloo
+) -> list[Any]:
+    """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback.
+
+    `start` joins the process group, and may return another for the ranks to meet in at the end.
+    """
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
     context = mp.get_context("fork")
     queue, port = context.SimpleQueue(), _free_port()
     processes = [
-        context.Process(target=_worker, args=(rank, num_ranks, port, queue, function, args), daemon=True)
+        context.Process(target=_worker, args=(rank, num_ranks, port, queue, start, function, args), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -44,12 +54,14 @@ def run_ranks(num_ranks: int, function: Callable, *args: Any, timeout_s: float =
     return [results[rank] for rank in range(num_ranks)]
 
 
-def _worker(rank: int, num_ranks: int, port: int, queue: Any, function: Callable, args: tuple) -> None:
+def _worker(
+    rank: int, num_ranks: int, port: int, queue: Any, start: Callable[[], Any], function: Callable, args: tuple
+) -> None:
     _become_rank(rank, num_ranks, port)
     try:
-        dist.init_process_group("gloo")
+        group = start()
         queue.put((rank, function(*args), None))
-        dist.barrier()
+        dist.barrier(group)
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

@@ -1,8 +1,8 @@
 """Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, under the kit's manifest.
 
 `checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done` when whole. The kit
-adds its `manifest.json`, without which a checkpoint does not count. HLAT saved with `use_xser`; these are the same
-tensors in plain files, which `kit.convert.neuron` reads on any machine.
+adds its `manifest.json`, without which a checkpoint does not count, with a checksum of each file. HLAT saved with
+`use_xser`; these are the same tensors in plain files. `kit.convert.neuron` reads both on any machine.
 """
 
 import time
@@ -11,10 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kit.checkpoint import Checkpoints, Manifest
+from kit.checkpoint import Checkpoints, Manifest, checksum
 from kit.engines.neuron import NeuronEngine
 from kit.errors import CheckpointError
 from kit.plan import Plan
+from kit.process_group import control_group
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
@@ -46,6 +47,7 @@ class NxdCheckpoints:
         self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
         self.pending: tuple[dict[str, Any], int] | None = None
+        self.group = control_group()
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on.
@@ -83,12 +85,24 @@ class NxdCheckpoints:
             return
         (facts, _), self.pending = self.pending, None
         self.engine.nxd.finish_saving()
+        folder = self.checkpoints.path(facts["step"])
+        files, checksums = self._files(folder)
         if dist.get_rank() == 0:
-            folder = self.checkpoints.path(facts["step"])
             self.checkpoints.complete(folder, Manifest(
-                attempt=self.attempt, time=time.time(), files=_sizes(folder), **facts
+                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             ))  # fmt: skip
             self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+
+    def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
+        listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(listed, src=0, group=self.group)
+        [files] = listed
+        by_size = sorted(files, key=lambda name: (-files[name], name))
+        mine = {name: checksum(folder / name) for name in by_size[dist.get_rank() :: dist.get_world_size()]}
+        told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, told, dst=0, group=self.group)
+        return files, {name: value for part in told or [] for name, value in part.items()}
 
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.

@@ -3,7 +3,6 @@
 No test here has run NxD itself, but for those marked `neuron`, on a Trainium host.
 """
 
-import functools
 import importlib
 import inspect
 import json
@@ -27,7 +26,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from tests.engines.signatures import SIGNATURES
-from tests.parity import BATCH, RECIPE, TOLERANCE, batches, build, differences, make_plan, train
+from tests.parity import BATCH, RECIPE, TOLERANCE, batches, build, differences, make_plan, overfit, train
 from tests.workers import run_ranks, start_training
 
 LAYOUTS = {
@@ -41,6 +40,8 @@ LAYOUTS = {
     "TP2 x PP2, ZeRO 1, recompute full": {
         "tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1, "sequence_parallel": True, "recompute": "full"},
 }  # fmt: skip
+
+HERE = probe()
 
 
 def neuron_plan(changes: dict) -> Plan:
@@ -85,30 +86,12 @@ def test_equals_the_native_engine_with_one_fused_matrix(standin, mha_spec, nativ
     assert max(found.values()) <= TOLERANCE, found
 
 
-def repeat_one_batch(spec: ModelSpec, plan: Plan) -> list[tuple[float, float]]:
-    """Returns loss and gradient norm of sixty steps on the same batch."""
-    engine = build(spec, plan)
-    [samples, *_] = batches(spec, plan, engine.data_rank)
-    return [engine.train_step(samples, 1e-3) for _ in range(60)]
-
-
-@pytest.fixture(scope="module")
-def one_process(llama_spec):
-    """A function: what a recipe in bf16 gives on one process, each trained once."""
-
-    @functools.cache
-    def get(zero_stage: int) -> list[tuple[float, float]]:
-        plan = neuron_plan({"precision": "bf16", "zero_stage": zero_stage})
-        return run_ranks(1, repeat_one_batch, llama_spec.replace(num_layers=2), plan)[0]
-
-    return get
-
-
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("one process", "ZeRO 1")])
 def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec, one_process):
     """In fp32 a sum over ranks that is lost where dtypes differ does not show."""
     plan = neuron_plan({**LAYOUTS[layout], "precision": "bf16"})
-    found, expected = run_ranks(plan.num_devices, repeat_one_batch, small_spec, plan)[0], one_process(plan.zero_stage)
+    alone = neuron_plan({"precision": "bf16", "zero_stage": plan.zero_stage})
+    found, expected = run_ranks(plan.num_devices, overfit, small_spec, plan)[0], one_process(overfit, small_spec, alone)
     assert found[0][1] == pytest.approx(expected[0][1], rel=1e-3), "the first gradient norm"
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-3)
 
@@ -204,9 +187,9 @@ def test_signatures_name_their_source():
 
 
 @pytest.mark.neuron
-@pytest.mark.skipif(probe().state != "ok", reason=probe().reason)
+@pytest.mark.skipif(HERE.state != "ok", reason=HERE.reason)
 def test_recorded_signatures_are_those_of_the_package():
-    version = ".".join(probe().versions["neuronx-distributed"].split(".")[:2]) + ".0"
+    version = ".".join(HERE.versions["neuronx-distributed"].split(".")[:2]) + ".0"
     for name, parameters in json.loads(SIGNATURES.read_text())[version]["signatures"].items():
         module, _, symbol = name.rpartition(".")
         live = inspect.signature(getattr(importlib.import_module(module), symbol))
@@ -214,10 +197,16 @@ def test_recorded_signatures_are_those_of_the_package():
 
 
 @pytest.mark.neuron
-@pytest.mark.skipif(probe().state != "ok", reason=probe().reason)
-def test_a_device_trains_one_step(tmp_path, spec, recipe):
-    kit.launch(tmp_path / "run", spec=spec, plan=neuron_plan({}), recipe=recipe.replace(num_steps=1)).job.wait(3600)
-    assert read_state(tmp_path / "run").state is JobState.COMPLETED
+@pytest.mark.timeout(3600)  # a device's graphs are compiled first
+@pytest.mark.skipif(HERE.state != "ok", reason=HERE.reason)
+def test_two_cores_train_two_steps(tmp_path, spec, recipe):
+    recipe = recipe.replace(num_steps=2, warmup_steps=0, checkpoint_every=2)
+    plan = neuron_plan({"tensor_parallel": 2, "precision": "bf16"})
+    run = kit.launch(tmp_path / "run", spec=spec.replace(num_layers=2), plan=plan, recipe=recipe)
+    run.job.wait(3600)
+    state = read_state(run.directory)
+    assert state is not None and state.state is JobState.DONE, state
+    assert list(run.metrics().columns["step"]) == [1, 2] and run.checkpoints.verify(2)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -243,6 +232,8 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
     engine = build(spec, plan, initialise=False)
     manifest = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(5)
     assert manifest.samples == 5 * BATCH
+    assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
+    Checkpoints(folder).verify(5)
     return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]]
 
 

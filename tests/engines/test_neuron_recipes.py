@@ -83,6 +83,19 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     check_environment(run.plan, job.environment)
 
 
+def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spec):
+    def job(**changes):
+        plan = Plan(engine="neuron", precision="bf16").replace(**changes)
+        return job_spec(kit.Run.create(tmp_path / plan.engine, spec=llama_spec, plan=plan, recipe=RECIPE,
+                                       site=Site.load("laptop")))  # fmt: skip
+
+    assert job().argv[1:3] == ("-m", "kit.train") and job().num_processes == 1
+    two = job(tensor_parallel=2)
+    assert two.argv[1:] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job().argv[1:])
+    assert two.num_processes == 1
+    assert job(engine="native", precision="fp32", tensor_parallel=2).num_processes == 2
+
+
 def test_a_site_that_is_no_trainium_is_refused(tmp_path):
     spec = ModelSpec.preset("hlat-7b")
     run = kit.Run.create(tmp_path / "run", spec=spec, plan=HLAT_7B, recipe=RECIPE, site=Site.load("frontier"))

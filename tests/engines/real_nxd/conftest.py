@@ -1,0 +1,41 @@
+"""Runs where NxD's source is on the path, as `make test-nxd` puts it there; elsewhere nothing here is collected."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import pytest
+
+from kit.spec import ModelSpec
+
+collect_ignore_glob = [] if "tests.engines.real_nxd.closed" in sys.modules else ["test_*.py"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported() -> None:
+    """NxD and Torch-XLA, imported once, before ranks are forked; their devices are not touched."""
+    import neuronx_distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
+    import torch_xla  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+
+@pytest.fixture(scope="session")
+def mha() -> ModelSpec:
+    """As in HLAT's 7B, every query head has a key/value head."""
+    return ModelSpec.llama(
+        name="tiny-mha", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=128,
+        sequence_length=16,
+    )  # fmt: skip
+
+
+def start_xla() -> Any:
+    """Joins the ranks as `kit.train` does, and returns a group in which they can wait for each other."""
+    import logging
+
+    from kit.process_group import control_group, start_process_group
+
+    logging.disable(logging.INFO)
+    warnings.simplefilter("ignore")
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    start_process_group("neuron")
+    return control_group()

@@ -1,0 +1,96 @@
+"""Checkpoints that NxD itself writes: of the step of the save, on a disk as slow as may be; resumed, and imported."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kit.checkpoint import Checkpoints
+from kit.convert.neuron import import_nxd
+from kit.engines.neuron_checkpoint import NxdCheckpoints
+from kit.model import build_decoder
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.engines.real_nxd.conftest import start_xla
+from tests.parity import BATCH, RECIPE, batches, build, make_plan
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.neuron
+
+LIMIT_S = 800
+TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+SAVED = {
+    "7B": {**TP2, "precision": "bf16"},
+    "70B": {"zero_stage": 1, "data_parallel": 2, "precision": "bf16"},
+    "70B, pipeline": {"zero_stage": 1, "pipeline_parallel": 2, "precision": "bf16"},
+}
+
+
+def facts(spec: ModelSpec, plan: Plan, step: int) -> dict:
+    return {"step": step, "samples": step * BATCH, "tokens": step * BATCH * spec.sequence_length, "seed": 1234,
+            "spec": spec, "plan": plan}  # fmt: skip
+
+
+def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
+    """Trains three steps, saves, and returns what three more give, which end before the disk has written anything."""
+    from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
+
+    storage, trained = checkpoint_storage.FilesysCheckpointStorage, threading.Event()
+    write = storage.save_object
+
+    def write_late(self, obj, filename):
+        assert trained.wait(LIMIT_S)
+        write(self, obj, filename)
+
+    storage.save_object = write_late
+    engine = build(spec, plan)
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    mine = batches(spec, plan, engine.data_rank)[:6]
+    for samples in mine[:3]:
+        engine.train_step(samples, 1e-3)
+    checkpoints.save(facts(spec, plan, 3))
+    rest = [engine.train_step(samples, 1e-3) for samples in mine[3:]]
+    trained.set()
+    checkpoints.finish()
+    return rest
+
+
+def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
+    engine = build(spec, plan, initialise=False)
+    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(3)
+    return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]]
+
+
+@pytest.mark.parametrize("recipe", SAVED)
+def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
+    spec, plan = mha.replace(num_kv_heads=4 if recipe == "7B" else 2), make_plan(SAVED[recipe], "neuron")
+    expected = run_ranks(2, save_on_a_slow_disk, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla)
+    for file in (tmp_path / "step_00000003" / "optim").glob("*.pt"):
+        assert saved_steps(torch.load(file, weights_only=False)) == {3}, file
+    assert Checkpoints(tmp_path).verify(3) > 0
+    assert run_ranks(2, resume, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla) == expected
+
+
+def saved_steps(state: dict) -> set[int]:
+    """Returns AdamW's counts of steps in a file of its state."""
+    states = state.get("base_state") or state["state"]
+    return {int(of_weight["step"]) for of_weight in states.values()}
+
+
+def save_initial(spec: ModelSpec, plan: Plan, folder: Path, use_xser: bool) -> None:
+    import neuronx_distributed  # pyright: ignore[reportMissingImports]
+
+    model = build(spec, plan).model
+    neuronx_distributed.save_checkpoint(checkpoint_dir_str=str(folder), tag="first", model=model, use_xser=use_xser)
+
+
+@pytest.mark.parametrize("use_xser", [False, True])
+@pytest.mark.parametrize(("num_kv_heads", "tensor", "pipeline"), [(4, 2, 1), (2, 2, 2), (1, 2, 1)])
+def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_path):
+    spec = mha.replace(num_kv_heads=num_kv_heads)
+    plan = make_plan({"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron")
+    run_ranks(plan.num_devices, save_initial, spec, plan, tmp_path, use_xser, timeout_s=LIMIT_S, start=start_xla)
+    found, expected = import_nxd(tmp_path / "first", spec).state_dict(), build_decoder(spec, seed=RECIPE.seed)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.state_dict().items())
+    assert any((tmp_path / "first" / "model").glob("*.tensors")) == use_xser

@@ -1,0 +1,81 @@
+"""Both recipes of HLAT in miniature train on NxD as the native engine does on one process, in fp32 and in bf16."""
+
+import functools
+
+import pytest
+
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.engines.real_nxd.conftest import start_xla
+from tests.parity import RECIPE, Trained, batches, build, differences, make_plan, train
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.neuron
+
+STEPS, LIMIT_S = 20, 800
+SP2 = {"tensor_parallel": 2, "sequence_parallel": True}
+ZERO = {"zero_stage": 1}
+EACH, SHARED, ONE, COPIED = 4, 2, 1, 2
+LAYOUTS: dict[str, tuple[int, dict]] = {
+    "7B: one process": (EACH, {}),
+    "7B: DP2": (EACH, {"data_parallel": 2}),
+    "7B: TP2": (EACH, {"tensor_parallel": 2}),
+    "7B: TP2, sequence parallel": (EACH, SP2),
+    "7B: TP2, sequence parallel, recompute selective": (EACH, {**SP2, "recompute": "selective"}),
+    "7B: TP2, sequence parallel, recompute full": (EACH, {**SP2, "recompute": "full"}),
+    "7B: TP4, sequence parallel": (EACH, {**SP2, "tensor_parallel": 4}),
+    "grouped heads: TP2": (SHARED, {"tensor_parallel": 2}),
+    "70B: one process": (SHARED, ZERO),
+    "70B: DP2": (SHARED, {**ZERO, "data_parallel": 2}),
+    "70B: TP2, sequence parallel": (SHARED, {**SP2, **ZERO}),
+    "70B: TP2 x PP2, recompute selective": (
+        SHARED, {**ZERO, "tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "selective"}),
+    "70B: TP2 x PP2, sequence parallel, recompute full": (
+        SHARED, {**ZERO, **SP2, "pipeline_parallel": 2, "recompute": "full"}),
+    "copied heads: TP2": (ONE, {"tensor_parallel": 2}),
+    "70B: TP2, sequence parallel, copied heads": (ONE, {**SP2, **ZERO}),
+}  # fmt: skip
+"""Key/value heads for the four query heads, and what the plan changes."""
+COUNTED_TWICE = "70B: TP2, sequence parallel, copied heads"
+"""NxD's ZeRO 1 counts each copy in the gradient norm, and clips by that."""
+
+
+@functools.cache
+def native(spec: ModelSpec, precision: str) -> Trained:
+    """Returns what the native engine says on one process."""
+    return run_ranks(1, train, spec, make_plan({"precision": precision}), RECIPE.replace(num_steps=STEPS))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_trains_as_the_native_engine(layout, precision, mha, record_property):
+    num_kv_heads, changes = LAYOUTS[layout]
+    spec, plan = mha.replace(num_kv_heads=num_kv_heads), make_plan({**changes, "precision": precision}, "neuron")
+    recipe = RECIPE.replace(num_steps=STEPS)
+    said = run_ranks(plan.num_devices, train, spec, plan, recipe, timeout_s=LIMIT_S, start=start_xla)
+    found = differences(said, native(spec, precision))
+    record_property("differences", found)
+    print(f"\n| {layout} | {precision} | {found['loss']:.0e} | {found['grad_norm']:.0e} |")
+    assert found["validation"] <= (1e-6 if precision == "fp32" else 1e-4), found
+    if layout == COUNTED_TWICE:
+        assert found["loss"] <= (1e-5 if precision == "fp32" else 2e-3) and 1e-3 < found["grad_norm"] < 0.05, found
+    else:
+        assert found["loss"] <= (1e-6 if precision == "fp32" else 2e-3), found
+        assert found["grad_norm"] <= (1e-5 if precision == "fp32" else 0.02), found
+
+
+def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
+    """Returns the loss of the first and of the eightieth step on one batch."""
+    engine = build(spec, plan)
+    [samples, *_] = batches(spec, plan, engine.data_rank)
+    losses = [engine.train_step(samples, 1e-3)[0] for _ in range(80)]
+    return losses[0], losses[-1]
+
+
+def test_four_tensor_ranks_learn_a_batch_as_well_as_the_native_engine(mha):
+    changes = {**SP2, "tensor_parallel": 4, "precision": "bf16"}
+    [(_, expected)] = run_ranks(1, repeat_one_batch, mha, make_plan({"precision": "bf16"}))
+    found = run_ranks(4, repeat_one_batch, mha, make_plan(changes, "neuron"), timeout_s=LIMIT_S, start=start_xla)
+    first, last = found[0]
+    print(f"\n| {first:.3f} | {last:.3f} | native {expected:.3f} |")
+    assert last <= 1.005 * expected and last < 0.8 * first
