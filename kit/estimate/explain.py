@@ -12,7 +12,7 @@ from kit.errors import ConfigError
 from kit.estimate.nearest import Nearest, measured_mfu, nearest_run
 from kit.estimate.orders import Order
 from kit.estimate.schedule import simulate
-from kit.estimate.search import Search, describe
+from kit.estimate.search import Search, describe, interval, seconds
 from kit.plan import Plan
 
 SHORTLIST = 2000
@@ -154,8 +154,8 @@ class Answer:
             ("layout", describe(row)),
             (
                 "step",
-                f"{row['step_time_s']:.4g} s, 90 % interval {row['step_time_low_s']:.3g} to "
-                f"{row['step_time_high_s']:.3g} s; {self.simulated_s:.4g} s with the schedule simulated",
+                f"{seconds(row['step_time_s'])} s, 90 % interval {interval(row)} s; {seconds(self.simulated_s)} s with "
+                f"the schedule simulated",
             ),
             ("times", str(self.search.machine.calibration)),
             ("rate", f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"),

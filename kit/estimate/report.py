@@ -8,7 +8,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.calibrate import Calibration, published_calibration
 from kit.estimate.explain import Answer, answers
-from kit.estimate.search import COLUMNS, Search, cells, search
+from kit.estimate.search import COLUMNS, Search, cells, search, seconds
 from kit.plan import EngineName
 from kit.spec import ModelSpec
 
@@ -41,7 +41,7 @@ class PlanReport:
     def rows(self) -> list[tuple[str, ...]]:
         """The layouts as text."""
         return [
-            (str(number), *cells(answer.row), f"{answer.simulated_s:.4g}")
+            (str(number), *cells(answer.row), seconds(answer.simulated_s))
             for number, answer in enumerate(self.answers, start=1)
         ]
 

@@ -18,7 +18,7 @@ from kit.estimate.hardware import Coefficients, Hardware
 from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Layouts
 from kit.estimate.memory import memory
 from kit.estimate.report import plan_report
-from kit.estimate.search import search
+from kit.estimate.search import interval, search
 from kit.estimate.step_time import step_time
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -145,6 +145,11 @@ def test_an_answer_explains_itself():
     assert "<table>" in first._repr_html_() and len(first._repr_html_()) < 4000
 
 
+def test_an_interval_is_written_as_people_read_it():
+    assert interval({"step_time_low_s": 8.6149, "step_time_high_s": 11.46}) == "8.61 to 11.5"
+    assert interval({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
+
+
 def test_a_rate_above_the_ceiling_carries_a_warning():
     device = FRONTIER.device
     slow = FRONTIER.replace(device=device.replace(matmul_flops_per_s={"bf16": {"value": 40e12, "source": "a test"}}))
@@ -166,7 +171,7 @@ def test_report_is_what_the_command_prints():
     assert "calibrated on 20 runs" in dict(report.facts)["times"] and "calibrated" in report.search._repr_html_()
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
-        assert low < answer.row["step_time_s"] < high and f"{low:.3g} to {high:.3g}" in row
+        assert low < answer.row["step_time_s"] < high and interval(answer.row) in row
     assert len(report.search._repr_html_()) < 4000
 
 
@@ -196,7 +201,7 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
         (dict(devices=0), "num_devices: 0"),
         (dict(max_risk=1.5), "max_risk: 1.5"),
         (dict(site="frontir"), "Did you mean 'frontier'"),
-        (dict(model="gpt-23b"), "Did you mean 'gpt-22b'"),
+        (dict(model="gpt-23b"), "spec.preset: 'gpt-23b' is unknown"),
         (dict(tokens=10), "less than one step"),
         (dict(site="trn1.32xlarge"), "'neuron' trains Llamas without biases"),
         (dict(choose=6), "5 layouts are shown: give 1 to 5"),
