@@ -83,7 +83,7 @@ def smollm2(
     out: Annotated[Path | None, typer.Argument(help="also write it as a Hugging Face folder", metavar="OUT")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch a real pretrained model, SmolLM2-135M-Instruct in 4 bits (93 MB), for evaluation."""
+    """Fetch a real pretrained model, SmolLM2-135M-Instruct in 4 bits (93 MB); `kit eval OUT` scores it."""
     from kit.convert.hugging_face import export_hugging_face
     from kit.convert.smollm2 import default_directory, load_smollm2
 

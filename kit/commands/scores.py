@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -12,14 +12,25 @@ from kit.errors import ConfigError
 from kit.run import Run
 from kit.terminal import Table
 
+if TYPE_CHECKING:
+    from kit.evaluate import EvalReport
+
 app = typer.Typer()
 
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[str, typer.Argument(help="run directory, or `data` to fetch the benchmarks", metavar="RUN|data")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="run directory, Hugging Face folder, or `data` to fetch the benchmarks", metavar="RUN|FOLDER|data"
+        ),
+    ],
     step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
-    tasks: Annotated[str, typer.Option(help="comma-separated")] = "heldout,piqa,arc_easy",
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="comma-separated; default: heldout (of a run), piqa, arc_easy"),
+    ] = None,
     suite: Annotated[str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")] = None,
     limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part: never a result")] = None,
     seed: Annotated[int, typer.Option(help="of that part, and of sampled programs")] = 1234,
@@ -32,30 +43,62 @@ def evaluate(
     ] = "refuse",
     download: Annotated[bool, typer.Option("--download", help="fetch data that is missing")] = False,
     mirror: Annotated[Path | None, typer.Option(help="folder of the benchmarks; default: the user's cache")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="with a FOLDER: file of the report; default: FOLDER.eval.json beside it")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a checkpoint with lm-eval, without conversion; `kit eval data` fetches the benchmarks first."""
+    """Score a checkpoint, or a Hugging Face folder, with lm-eval; `kit eval data` fetches the benchmarks first."""
     from kit import evaluate as evaluation
+    from kit.evaluate.folder import is_hugging_face_folder
 
     if run == "data":
         _data(mirror, as_json)
         return
-    chosen: str | tuple[str, ...] = suite or tuple(tasks.split(","))
     options: dict[str, Any] = {
         "limit": limit, "seed": seed, "num_fewshot": num_fewshot, "batch_tokens": batch_tokens,
         "untrusted_code": untrusted_code, "download": download, "mirror": mirror,
     }  # fmt: skip
+    asked = suite or (tuple(tasks.split(",")) if tasks else None)
+    if is_hugging_face_folder(Path(run)):
+        _refuse_of_a_run(run, {"--step": step is not None, "--follow": follow, "--submit": submit})
+        _folder(Path(run), asked, out, options, as_json)
+        return
+    if out is not None:
+        raise ConfigError("--out: only with a Hugging Face folder; a run keeps its scores in its own eval/.")
     if submit and not follow:
         raise ConfigError("--submit: only with --follow. Give both, or neither to score here and now.")
+    chosen = asked or evaluation.DEFAULT_TASKS
     if follow:
         _follow(Run.open(run), chosen, options, submit, as_json)
         return
-    report = evaluation.evaluate(Run.open(run), step, chosen, **options)
+    _print(evaluation.evaluate(Run.open(run), step, chosen, **options), suite, as_json)
+
+
+def _refuse_of_a_run(folder: str, given: dict[str, bool]) -> None:
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{flag}: {folder} is a Hugging Face folder, which has one model. Give a run, or leave it out."
+        )
+
+
+def _folder(
+    folder: Path, asked: str | tuple[str, ...] | None, out: Path | None, options: dict[str, Any], as_json: bool
+) -> None:
+    from kit.evaluate.folder import DEFAULT_TASKS, evaluate_folder, report_beside
+
+    report = evaluate_folder(folder, asked or DEFAULT_TASKS, out=out, **options)
+    _print(report, asked, as_json)
+    if not as_json:
+        console().print(Text(f"Kept in {out or report_beside(folder)}"))
+
+
+def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, as_json: bool) -> None:
     if as_json:
         print(report.to_json())
         return
     print(report.to_text())
-    if suite == "hlat":
+    if asked == "hlat":
         from kit.evaluate.hlat import compare
 
         for table in ("II", "V"):

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -121,18 +121,26 @@ def evaluate(
     )  # fmt: skip
     start = time.perf_counter()
     model, heldout_file = run.load_model(checkpoint.step), dataset.directory / VALIDATION_TEXT
-    for found in _score(
-        model,
-        dataset.tokenizer(),
-        run.spec.sequence_length,
-        requests,
-        chosen,
-        heldout_file,
+    found = score_all(
+        model, dataset.tokenizer(), run.spec.sequence_length, requests, chosen, heldout_file,
         skip=isinstance(tasks, str),
-    ):
+    )  # fmt: skip
+    return keep_scores(file, report, found, start)
+
+
+def keep_scores(file: Path, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float) -> EvalReport:
+    """Returns a report with the scores found, after merging each into its file as it comes.
+
+    Args:
+        file: of the report; what it holds of other tasks stays.
+        report: of the model, without scores.
+        found: see `score_all`.
+        start: when the work began, by `time.perf_counter`.
+    """
+    for one in found:
         spent, start = time.perf_counter() - start, time.perf_counter()
-        _with(report.replace(scores=(), unscored=(), seconds=spent), found).write_merged(file)
-        report = _with(report, found).replace(seconds=report.seconds + spent)
+        _with(report.replace(scores=(), unscored=(), seconds=spent), one).write_merged(file)
+        report = _with(report, one).replace(seconds=report.seconds + spent)
     return report
 
 
@@ -170,7 +178,7 @@ def evaluate_model(
     """
     chosen, requests = Options.of(options), check_request(tasks)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
-    for found in _score(
+    for found in score_all(
         model, tokenizer, sequence_length, requests, chosen, heldout_file, device=device, skip=isinstance(tasks, str)
     ):
         report = _with(report, found)
@@ -204,7 +212,7 @@ def report_file(run: Run, step: int) -> Path:
     return run.directory / "eval" / f"step_{step:08d}.json"
 
 
-def _score(
+def score_all(
     model: "Decoder",
     tokenizer: "Tokenizer",
     sequence_length: int,

@@ -169,6 +169,7 @@ class EvalReport(Record):
     tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
     attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
     seconds: float = field_doc("what the evaluation cost, loading the model included", default=0.0)
+    weights_sha256: str | None = field_doc("hash of the weight files of a Hugging Face folder", default=None)
     tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
     scores: tuple[TaskScore, ...] = field_doc("one for each task", default=())
     unscored: tuple[Unscored, ...] = field_doc("what was asked for and could not be scored", default=())

@@ -1,0 +1,71 @@
+"""Scores of a Hugging Face folder, through the kit's own reader of it and the tokenizer in it."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kit.errors import ConfigError
+from kit.evaluate import Options, check_request, keep_scores, score_all
+from kit.evaluate.report import EvalReport
+from kit.wheels import file_sha256
+
+DEFAULT_TASKS = ("piqa", "arc_easy")
+
+
+def is_hugging_face_folder(path: Path) -> bool:
+    """Returns whether a path is a folder with a `config.json`, and no run directory."""
+    return (path / "config.json").is_file() and not (path / "spec.json").exists()
+
+
+def report_beside(folder: Path) -> Path:
+    """Returns where the scores of a folder are kept unless its user says otherwise: `FOLDER.eval.json` beside it."""
+    folder = folder.resolve()
+    return folder.with_name(f"{folder.name}.eval.json")
+
+
+def evaluate_folder(
+    folder: str | Path, tasks: Sequence[str] | str = DEFAULT_TASKS, *, out: Path | None = None, **options: Any
+) -> EvalReport:
+    """Scores the Llama or GPT-2 of a Hugging Face folder; nothing is written into the folder.
+
+    Args:
+        folder: as `import_hugging_face` reads it, with a tokenizer.
+        tasks: as in `evaluate`; `heldout` belongs to a run.
+        out: file of the report, which keeps its scores of other tasks; default `report_beside`.
+        options: see `Options`.
+
+    Raises:
+        ConfigError: as `import_hugging_face`, or `out` holds scores of other weights or another tokenizer.
+        DataError: the folder cannot be read, or has no tokenizer.
+    """
+    from kit.convert.hugging_face import import_hugging_face
+    from kit.data import load_tokenizer
+
+    folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
+    file, start = out or report_beside(folder), time.perf_counter()
+    tokenizer, model = load_tokenizer(folder), import_hugging_face(folder)
+    report = EvalReport(
+        name=folder.resolve().name, checkpoint=str(folder.resolve()), weights_sha256=_weights_sha256(folder),
+        tokenizer_sha256=tokenizer.sha256,
+    )  # fmt: skip
+    if file.exists():
+        _check_same_model(file, report)
+    found = score_all(model, tokenizer, model.spec.sequence_length, requests, chosen, None, skip=isinstance(tasks, str))
+    return keep_scores(file, report, found, start)
+
+
+def _weights_sha256(folder: Path) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    return hashlib.sha256("".join(file_sha256(file) for file in files).encode()).hexdigest()
+
+
+def _check_same_model(file: Path, report: EvalReport) -> None:
+    before = EvalReport.read(file)
+    for what, key in (("other weights", "weights_sha256"), ("another tokenizer", "tokenizer_sha256")):
+        if getattr(before, key) != getattr(report, key):
+            raise ConfigError(
+                f"{file}: its scores are of {what} than {report.checkpoint} has now. Give another file "
+                f"(`--out FILE`), or move it away."
+            )

@@ -1,0 +1,80 @@
+"""`kit eval FOLDER`: a Hugging Face folder is scored as it lies, and its report is kept beside it, never in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kit.__main__ import app
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.errors import ConfigError, DataError
+from kit.evaluate import EvalReport, evaluate_model
+from kit.model import build_decoder
+from tests.evaluate.conftest import SPEC
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_decoder, tokenizer) -> Path:
+    return export_hugging_face(tiny_decoder, tmp_path / "models" / "tiny", tokenizer=tokenizer)
+
+
+def kit(*arguments) -> str:
+    found = CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False, standalone_mode=False)
+    return found.stdout
+
+
+def test_a_folder_is_scored_and_the_report_lies_beside_it(folder, mirror, tokenizer):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    text = kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    report = EvalReport.read(folder.parent / "tiny.eval.json")
+    assert f"Kept in {folder.parent / 'tiny.eval.json'}" in text
+    expected = evaluate_model(import_hugging_face(folder), tokenizer, SPEC.sequence_length, ("piqa",), mirror=mirror)
+    assert report["piqa"].metrics == expected["piqa"].metrics and report.name == "tiny"
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, "nothing is written into the folder"
+
+    out = folder.parent / "scores" / "mine.json"
+    found = EvalReport.from_json(kit(folder, "--tasks", "arc_easy", "--mirror", mirror, "--out", out, "--json"))
+    assert out.exists() and found["arc_easy"].num_items == 30
+    kit(folder, "--tasks", "arc_easy", "--limit", 5, "--mirror", mirror)
+    assert [score.task for score in EvalReport.read(folder.parent / "tiny.eval.json").scores] == ["piqa", "arc_easy"]
+
+
+def test_scores_of_other_weights_are_not_mixed(folder, mirror, tokenizer):
+    kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
+    folder.rename(folder.with_name("old"))
+    export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
+    with pytest.raises(ConfigError, match=r"tiny.eval.json: its scores are of other weights.*--out"):
+        kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tasks", "heldout"), "heldout: no held-out text was given"),
+        (("--step", "3"), "--step: .*tiny is a Hugging Face folder"),
+        (("--follow",), "--follow: .*tiny is a Hugging Face folder"),
+        (("--tasks", "piqua"), "tasks: 'piqua' is unknown"),
+    ],
+)
+def test_what_a_folder_does_not_have_is_refused(folder, mirror, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        kit(folder, "--mirror", mirror, *arguments)
+    assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
+
+
+def test_a_folder_is_held_to_the_checks_of_an_import(folder, run, mirror):
+    with pytest.raises(ConfigError, match="--out: only with a Hugging Face folder"):
+        kit(run.directory, "--out", "x.json", "--mirror", mirror)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn"}}))
+    with pytest.raises(ConfigError, match="config.rope_parameters"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(DataError, match="no tokenizer.json, no tokenizer.model"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    assert not (folder.parent / "tiny.eval.json").exists()
