@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from cluster.state import JobError
-from kit.errors import ConfigError, RunError
+from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -136,8 +136,9 @@ def _say_if_alive(directory: Path, console: Console) -> None:
     except (ConfigError, RunError, JobError):
         return
     if alive:
-        place = escape(str(directory))
-        console.print(f"[yellow]The job in {place} goes on.[/] Watch: kit watch {place}. End: kit stop {place}")
+        watch, stop = (escape(kit_command(name, directory)) for name in ("watch", "stop"))
+        told = f"[yellow]The job in {escape(str(directory))} goes on.[/] Watch: {watch}. End: {stop}"
+        console.print(told, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ that stops the build or is written down and skipped.
 """
 
 import ast
-import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,10 +34,11 @@ def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) 
     reader = reader_of(file)
     if reader is None:
         raise DataError(f"{name}: cannot read this format. {suggestion(file.suffix, FORMATS)}")
-    if reader in (_jsonl, _parquet):
-        reader = functools.partial(reader, text_key=text_key)
     try:
-        yield from reader(file, name, report)
+        if keyed := KEYED.get(file.suffix):
+            yield from keyed(file, name, report, text_key)
+        else:
+            yield from reader(file, name, report)
     except OSError as error:
         report(name, f"cannot be read ({error.strerror or error})")
 
@@ -130,3 +130,5 @@ def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
 
 
 FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, ".jsonl": _jsonl, ".parquet": _parquet}
+KEYED = {".jsonl": _jsonl, ".parquet": _parquet}
+"""Those of several documents, each under a key that may have another name."""

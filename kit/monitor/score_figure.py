@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.errors import RunError
+from kit.errors import RunError, kit_command
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.run import Run
 from kit.style import GREY, HUES, figure_style
@@ -25,7 +25,7 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     """
     curves = eval_curve(run)
     if not curves:
-        raise RunError(f"{run.directory} has no scores yet. Make some: `kit eval {run.directory}`.")
+        raise RunError(f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`.")
     panels = [group for group in (_accuracies(curves), _others(curves)) if group]
     with figure_style() as plt:
         figure, axes = plt.subplots(1, len(panels), squeeze=False)

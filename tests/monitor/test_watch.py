@@ -110,7 +110,9 @@ def test_what_was_asked_is_told_with_its_outcome(run: Run) -> None:
 @pytest.fixture
 def too_fast(run: Run) -> Run:
     """A run whose steps are faster than its peak."""
-    slip = run.site.with_measured_peak("fp32", run.site.peak_flops_per_s("fp32") / 100, "a slip")
+    peak = run.site.peak_flops_per_s("fp32")
+    assert peak is not None
+    slip = run.site.with_measured_peak("fp32", peak / 100, "a slip")
     slip.write(run.directory / "site.json")
     return Run.open(run.directory)
 
