@@ -1,33 +1,111 @@
-"""The few things that only notebooks need: the scale check, a fresh run directory, a table from rows."""
+"""The few things that only notebooks need: what they train at their scale, a fresh run directory, a table from rows."""
 
+import dataclasses
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.record import ConfigError, suggestion
+from cluster.render import check_submittable
+from cluster.site import Site
 from kit.data.dataset import DESCRIPTION, Dataset
+from kit.engines import check_engine
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
 
 SCALES = ("demo", "cluster")
-NOT_YET = (
-    "SCALE: 'cluster' is not in this version: the sizes in the notebooks are for this machine. The same calls run on a "
-    'cluster: write a site file with a line base = "frontier" and your account, then kit.launch(..., '
-    "site='mine.toml') as in 03_launch_jobs, with a model and a plan from 02_choose_parallelism. Here set "
-    "SCALE = 'demo'."
-)
+LENGTHS = (
+    "num_steps", "warmup_steps", "decay_steps", "validation_every", "validation_sequences", "checkpoint_every",
+    "keep_last", "keep_every",
+)  # fmt: skip
+"""Fields of a recipe that a notebook sets at either scale: it tells a story of so many steps."""
+DEMO = "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are small."
+WEEK_S = 7 * 86_400.0
 
 
-def check_scale(scale: str) -> str:
-    """Returns one line that says what numbers at this scale are worth, to be shown at the top of a notebook.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a reader gives a notebook to train at cluster scale; at demo scale nothing, and the notebook has its own.
+
+    Attributes:
+        site: where.
+        spec: the model.
+        plan: its layout and batch.
+        dataset: what it reads.
+        stated: fields of the recipe.
+        patience_s: how long a cell waits for a job, its time in the queue included.
+    """
+
+    site: Site | None = None
+    spec: ModelSpec | None = None
+    plan: Plan | None = None
+    dataset: Dataset | None = None
+    stated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    patience_s: float = 600.0
+
+    @property
+    def other_plan(self) -> Plan | None:
+        """The plan on half as many replicas, where they are even in number."""
+        if self.plan is None or self.plan.data_parallel % 2:
+            return self.plan
+        return self.plan.replace(data_parallel=self.plan.data_parallel // 2)
+
+    def recipe(self, demo: Recipe) -> Recipe:
+        """Returns the reader's recipe for as many steps, validations and checkpoints as the notebook's own."""
+        if self.dataset is None:
+            return demo
+        own = {name: value for name, value in self.stated.items() if name not in LENGTHS}
+        return Recipe.from_dict(own | {name: getattr(demo, name) for name in LENGTHS}
+                                | {"data": str(self.dataset.directory)})  # fmt: skip
+
+    def __str__(self) -> str:
+        if self.site is None or self.spec is None or self.plan is None:
+            return DEMO
+        return (
+            f"Cluster scale: {self.spec.name} on {self.plan.num_devices:,} devices of site {self.site.name!r}, for as "
+            "many steps as the demo. Its nodes must see ../runs and the data."
+        )
+
+
+def at_scale(
+    scale: str, *, site: str, recipe: str, data: str, model: str | None = None, plan: str | None = None
+) -> Given:
+    """Returns what a notebook trains at a scale, after checking it; the rest is as for `kit launch`.
+
+    Args:
+        scale: demo, where nothing else is looked at, or cluster.
+        site: a .toml file of the reader's, or a name.
+        recipe: a .toml or .json file with fields of `Recipe`, or the name of a published one.
+        data: folder made by `kit data build`.
+        model: preset, or a spec.json; default: the published recipe's.
+        plan: file made by `kit plan --out`; default: the published recipe's.
 
     Raises:
-        ConfigError: the scale is unknown, or this version cannot run it.
+        ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is still to fill in.
     """
     if scale not in SCALES:
         raise ConfigError(f"SCALE: {scale!r} is unknown. {suggestion(str(scale), SCALES)}")
-    if scale == "cluster":
-        raise ConfigError(NOT_YET)
-    return "Demo scale: real processes and real training on this machine's CPU cores. Only the sizes are small."
+    if scale == "demo":
+        return Given()
+    from kit.commands.launching import read_fields
+    from kit.papers.recipes import published_recipe
+
+    place = Site.load(site)
+    check_submittable(place)
+    if Path(recipe).suffix in (".toml", ".json"):
+        if model is None or plan is None:
+            raise ConfigError(f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and a "
+                              "plan.json made by `kit plan --out`.")  # fmt: skip
+        spec, layout, stated = ModelSpec.load(model), Plan.read(Path(plan)), read_fields(Path(recipe))
+    else:
+        published = published_recipe(recipe)
+        spec = ModelSpec.load(model or published.model)
+        layout, stated = Plan.read(Path(plan)) if plan else published.plan, published.stated
+    layout.check(spec)
+    check_engine(layout)
+    return Given(site=place, spec=spec, plan=layout, dataset=Dataset.open(data), stated=stated, patience_s=WEEK_S)
 
 
 def demo_dataset(directory: str | Path) -> Dataset:

@@ -1,0 +1,56 @@
+"""Notebooks at cluster scale, on a real Slurm: with the site file, model, layout and recipe of their reader."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from kit.demo import REPOSITORY, execute
+from kit.plan import Plan
+from kit.run import Run
+
+PARAMETERS = """SCALE = "cluster"
+SITE, RECIPE, DATA = "my-site.toml", "recipe.json", {data!r}
+MODEL, PLAN = "spec.json", "plan.json"
+"""
+
+
+@pytest.fixture
+def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A function: the run directories that a notebook has made, from files that its reader has put beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # benchmark data would be fetched
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    spec.write(folder / "spec.json")
+    Plan(data_parallel=4, zero_stage=1, global_batch_size=8).write(folder / "plan.json")
+    (folder / "recipe.json").write_text(json.dumps({"learning_rate": 5e-3, "min_learning_rate": 1e-3, "seed": 7}))
+    site = Path(sandbox.site_file).read_text()
+    (folder / "my-site.toml").write_text(re.sub('^name = ".*"', 'name = "my-site"', site, count=1, flags=re.MULTILINE))
+
+    def run(name: str) -> list[Run]:
+        document = nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", as_version=4)
+        for cell in document.cells:
+            if "parameters" in cell.metadata.get("tags", []):
+                cell.source = PARAMETERS.format(data=str(tiny_dataset.directory))
+        nbformat.write(document, folder / f"{name}.ipynb")
+        execute(folder / f"{name}.ipynb", tmp_path / "executed" / f"{name}.ipynb")
+        return [Run.open(found.parent) for found in sorted((tmp_path / "runs").glob("*/spec.json"))]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("00_quickstart", [128]), ("03_launch_jobs", [40, 40])])
+def test_trains_what_its_reader_gives_on_the_readers_cluster(name: str, steps: list[int], run_notebook, spec) -> None:
+    runs = run_notebook(name)
+    assert [run.metrics().summary()["step"] for run in runs] == steps
+    for run in runs:
+        assert run.site.name == "my-site" and run.site.scheduler == "slurm" and run.spec == spec
+        assert (run.recipe.learning_rate, run.recipe.seed) == (5e-3, 7)
+        assert run.plans()[1].data_parallel == 4, "the reader's layout"
+    if name == "00_quickstart":
+        assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
+        assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2, "scored by jobs, not in the kernel"
