@@ -85,7 +85,7 @@ def _hlat(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
     stated = {name: getattr(released, name) for name in fields}
     stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
     names = ("tensor_parallel", "pipeline_parallel", "zero_stage", "micro_batch_size", "global_batch_size")
-    degrees = {name: int(known.value(f"recipe_{name}", model)) for name in names}
+    degrees: dict[str, Any] = {name: int(known.value(f"recipe_{name}", model)) for name in names}
     devices = int(known.value("recipe_nodes_of_script", model)) * Site.load(hlat_model.TRN1).devices_per_node
     plan = Plan(
         **degrees,
