@@ -6,8 +6,6 @@ that trains this module loads one on its own ranks and ZeRO stage, with "checkpo
 deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of github.com/deepspeedai/DeepSpeed, 0.19.8.
 """
 
-import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -16,7 +14,8 @@ from torch import Tensor
 from kit.convert.formats import named
 from kit.convert.names import fill
 from kit.convert.neuron import load_tensors
-from kit.errors import ConfigError, DataError
+from kit.convert.whole_folder import refuse_occupied, whole_folder
+from kit.errors import DataError
 from kit.model import Decoder, empty_decoder
 from kit.parallel.linear import split_dim
 from kit.recipe import Recipe
@@ -42,23 +41,17 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
         ConfigError: the folder holds something.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+    refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
     shapes = {name: parameter.shape for name, parameter in empty_decoder(run.spec).named_parameters()}
     state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values() for name, shape in shapes.items()}
     run.checkpoints.load(step, state, spec=run.spec, distributed=False)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        part = Path(scratch) / "folder"
+    with whole_folder(folder) as part:
         tag = part / f"global_step{step}"
         for name in shapes:
             _write_weight(tag / "zero" / name, name, state, step)
         _write_common(tag, run.recipe, step)
         (part / "latest_universal").write_text(tag.name)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
     return folder
 
 

@@ -4,9 +4,7 @@ A folder holds `config.json`, `model.safetensors` (or shards with `model.safeten
 """
 
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,9 @@ from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, spec_of
 from kit.convert.names import fill, from_theirs, to_theirs
 from kit.convert.tokenizer import write_tokenizer
+from kit.convert.whole_folder import refuse_occupied, whole_folder
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
-from kit.errors import ConfigError, DataError, MissingPackageError
+from kit.errors import DataError, MissingPackageError
 from kit.model import Decoder, empty_decoder
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -60,20 +59,13 @@ def export_hugging_face(
         raise MissingPackageError("huggingface_hub", "eval", "Writing a Hugging Face folder") from error
     folder = Path(folder)
     config = config_of(decoder.spec, precision=precision) | _token_ids(tokenizer)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+    refuse_occupied(folder)
     weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
     weights = {name: weight.to(getattr(torch, precision)) for name, weight in weights.items()}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
-        part = Path(scratch) / "folder"
-        part.mkdir()
+    with whole_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _add_tokenizer(part, tokenizer, decoder.spec)
         save_torch_state_dict(weights, part, max_shard_size=max_shard_bytes)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
     return folder
 
 

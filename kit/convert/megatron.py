@@ -201,16 +201,17 @@ ARGUMENTS = {
 
 def _check_arguments(folder: Path, spec: ModelSpec) -> None:
     found = _read_facts(folder / ARGUMENTS_FILE)
-    arguments = vars(found.get("args", argparse.Namespace()))
-    if "args" not in found:
+    given, version = found.get("args"), found.get("checkpoint_version", 3.0)
+    if not isinstance(given, argparse.Namespace):
         warnings.warn(
             f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained with; "
             f"{spec.num_heads} are taken from the spec.",
             stacklevel=3,
         )
-    if found.get("checkpoint_version", 3.0) < 2:
-        raise DataError(f"{folder}: checkpoint_version {found['checkpoint_version']} has another order of heads, "
-                        f"which is not supported.")  # fmt: skip
+        given = argparse.Namespace()
+    if isinstance(version, int | float) and version < 2:
+        raise DataError(f"{folder}: checkpoint_version {version} has another order of heads, which is not supported.")
+    arguments = vars(given)
     for theirs, ours in ARGUMENTS.items():
         if arguments.get(theirs) is not None and arguments[theirs] != getattr(spec, ours):
             raise DataError(

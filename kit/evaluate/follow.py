@@ -102,11 +102,9 @@ def _score(run: Run, step: int, tasks: Sequence[str] | str, options: dict[str, A
 
 
 def _said(report: EvalReport) -> str:
-    from kit.monitor.scores import headline
-
     words = []
     for score in report.scores:
-        metric = headline(score)
+        metric = score.headline
         words.append(f"{score.task} {metric.name} {metric.text()}{', partial' if score.partial else ''}")
     return "; ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
 

@@ -13,6 +13,8 @@ from kit.evaluate.resolver import DataSource
 
 Z_95 = 1.96
 """Standard deviations to each side of 95 % of a normal distribution."""
+HEADLINE = ("acc_norm", "acc", "bits_per_byte")
+"""The metric that stands for a task: the first of these that it has, or else its first."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
 
@@ -127,6 +129,12 @@ class TaskScore(Record):
         whole = f"{self.total_items:,} items"
         text = f"partial: {self.num_items:,} of {whole}" if self.partial else whole
         return f"{text}; {self.num_truncated:,} prompts cut" if self.num_truncated else text
+
+    @property
+    def headline(self) -> Metric:
+        """The metric that stands for the task."""
+        by_name = {metric.name: metric for metric in self.metrics}
+        return next((by_name[name] for name in HEADLINE if name in by_name), self.metrics[0])
 
     def metric(self, name: str) -> Metric:
         """Returns one metric.

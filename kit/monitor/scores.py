@@ -6,11 +6,8 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
-
-HEADLINE = ("acc_norm", "acc", "bits_per_byte")
-"""The metric that stands for a task: the first of these that it has, or else its first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +47,6 @@ def eval_reports(run: Run) -> list[EvalReport]:
     return sorted((report for report in reports if report.step is not None), key=lambda report: report.step or 0)
 
 
-def headline(score: TaskScore) -> Metric:
-    """Returns the metric that stands for a task."""
-    by_name = {metric.name: metric for metric in score.metrics}
-    return next((by_name[name] for name in HEADLINE if name in by_name), score.metrics[0])
-
-
 def eval_curve(run: Run) -> list[ScoreCurve]:
     """Returns a curve for each task (with its number of shots) that was scored at any checkpoint of the run."""
     points: dict[tuple, list[tuple[EvalReport, TaskScore]]] = {}
@@ -67,7 +58,7 @@ def eval_curve(run: Run) -> list[ScoreCurve]:
 
 
 def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
-    first, metrics = points[0][1], [headline(score) for _, score in points]
+    first, metrics = points[0][1], [score.headline for _, score in points]
 
     def column(values: list[Any]) -> np.ndarray:
         return np.array([np.nan if value is None else value for value in values], dtype=float)

@@ -1,7 +1,10 @@
 """No reader runs what a file asks to be run; each says what is wrong with the file."""
 
+import argparse
+import contextlib
 import json
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
+from tests.convert.test_shards import write_arguments, write_megatron
 from tests.untrusted.hostile import Payload
 
 SPEC = ModelSpec.llama(
@@ -138,6 +142,11 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
             import_nxd(nxd, SPEC)
         with pytest.raises(DataError, match="cannot be read as tensors"):
             import_megatron_deepspeed(megatron, SPEC)
+    whole = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
+    for value in (Payload(canary), argparse.Namespace(num_layers=Payload(canary))):
+        write_arguments(whole, args=value, checkpoint_version="3")
+        with contextlib.suppress(DataError), warnings.catch_warnings(action="ignore"):
+            import_megatron_deepspeed(whole, SPEC)
     (nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt").write_bytes(pickle.dumps(Payload(canary)))
     with pytest.raises(DataError, match="cannot be read as tensors"):
         import_nxd(nxd, SPEC)
