@@ -85,7 +85,9 @@ def _deepspeed(deep: bool) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         return Finding(subject=name, found="not installed", ok=None, advice="pip install -e '.[deepspeed]'")
     if not deep:
-        return Finding(subject=name, found=f"{version}, not tried", ok=True, advice="a training step: `kit doctor --deep`")
+        return Finding(
+            subject=name, found=f"{version}, not tried", ok=True, advice="a training step: `kit doctor --deep`"
+        )
     probe = [sys.executable, "-m", "kit.engines.deepspeed_probe"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_LIMIT_S)

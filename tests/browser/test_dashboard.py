@@ -174,7 +174,7 @@ def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
         screen.dashboard.ranks.look(2)
     screen.tick()
     screen.settle()
-    assert f"rank 11 on {os.uname().nodename} takes 1.39" in screen.page.locator(".kit-heat").get_attribute(
+    assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.page.locator(".kit-heat").get_attribute(
         "aria-label"
     )
     assert "stage 2: 1.10" in screen.text(".kit-stages") and "rank 11" in screen.text(".kit-alerts")
