@@ -49,7 +49,7 @@ lab: .venv/notebooks-installed  ## the notebooks in a browser
 gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures in notebooks/gallery
 	$(BIN)/python -m kit.gallery
 
-bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of the README
+bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
 	$(BIN)/python -m kit.bench
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/

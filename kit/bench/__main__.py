@@ -1,4 +1,4 @@
-"""`python -m kit.bench [NAME ...]`: measures side by side on this machine, and puts the tables into the README."""
+"""`python -m kit.bench [NAME ...]`: measures side by side here; the tables go into BENCHMARKS.md."""
 
 import argparse
 import sys
@@ -23,11 +23,14 @@ from kit.bench import (
     startup,
     train_speed,
 )
+from kit.bench.headlines import write_headlines
 from kit.bench.results import Row, load_average, table, write_results, write_tables
 from kit.data import Dataset
 from kit.errors import ConfigError
 from kit.notebook import demo_dataset
 
+DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
+"""Whose tables are refreshed, below the current directory."""
 BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
     "engines": lambda workplace, dataset: engines.measure(workplace),
@@ -48,7 +51,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m kit.bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all")
     parser.add_argument("--data", type=Path, default=Path("data/demo"), help="dataset; built if absent")
-    parser.add_argument("--document", type=Path, default=Path("README.md"), help="whose tables are refreshed")
     options = parser.parse_args()
     if unknown := set(options.names) - set(BENCHMARKS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(BENCHMARKS)}.")
@@ -61,14 +63,14 @@ def main() -> int:
             rows = BENCHMARKS[name](Path(workplace), dataset)
         results = write_results(name, rows, command=f"python -m kit.bench {name}", load_before=load)
         console.print(Markdown(table(results)))
-    try:
-        written, kept = write_tables(options.document)
-    except ConfigError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 1
-    console.print(
-        f"{options.document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}"
-    )
+    write_headlines()
+    for document in DOCUMENTS:
+        try:
+            written, kept = write_tables(document)
+        except ConfigError as error:
+            console.print(f"[red]{escape(str(error))}[/]")
+            return 1
+        console.print(f"{document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}")
     return 0
 
 
