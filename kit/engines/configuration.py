@@ -18,7 +18,7 @@ def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str
     The native engine has none beside plan.json and recipe.json.
     """
     if plan.engine == "neuron":
-        return {NEURON: _json(nxd_arguments(spec, plan, recipe))}
+        return {NEURON: _json(nxd_arguments(spec, plan))}
     if plan.engine != "deepspeed":
         return {}
     files = {DEEPSPEED: _json(deepspeed_config(plan, recipe))}

@@ -58,6 +58,7 @@ class NeuronEngine:
             config=self.config,
             parameters=[parameter for _, parameter in named],
             holders=[self.weights.holders(name) for name, _ in named],
+            limit=recipe.gradient_clip,
             lr=recipe.learning_rate,
             betas=(recipe.beta1, recipe.beta2),
             eps=recipe.eps,
@@ -66,7 +67,7 @@ class NeuronEngine:
         self.optimizer.zero_grad()
 
     def _arguments(self) -> dict[str, Any]:
-        arguments = nxd_arguments(self.spec, self.plan, self.recipe)
+        arguments = nxd_arguments(self.spec, self.plan)
         recomputed = list(RECOMPUTED[self.plan.recompute])
         arguments["activation_checkpoint_config"] = recomputed or None
         arguments["model_init_config"] = {

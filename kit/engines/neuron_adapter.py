@@ -75,50 +75,60 @@ class Nxd:
         return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
 
     def optimizer(
-        self, *, config: dict[str, Any], parameters: list[Parameter], holders: Sequence[int], **defaults: Any
+        self,
+        *,
+        config: dict[str, Any],
+        parameters: list[Parameter],
+        holders: Sequence[int],
+        limit: float | None,
+        **defaults: Any,
     ) -> Any:
         """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration says so.
 
-        The sharded one clips at 1.0 whatever the configuration says, unless it is told itself. The other would add up
-        the gradient norm in the weights' bf16, which came out 5 % low and clipped too late, so the kit clips there.
+        NxD adds up gradients over sequence parts and replicas, and then calls AdamW, which clips here: NxD would add up
+        the norm in the weights' bf16, which came out 5 % low, and count each copy of a key/value head.
 
         Args:
             config: of `config`.
             parameters: of this rank.
             holders: of each parameter, the tensor ranks that hold the same part of it.
+            limit: of the gradient norm; None clips nothing.
             defaults: of AdamW.
         """
-        settings = config["optimizer_config"]
-        if settings["zero_one_enabled"]:
-            defaults["max_norm"] = settings["max_grad_norm"]
-        made = self._nxd.initialize_parallel_optimizer(
-            nxd_config=config, optimizer_class=torch.optim.AdamW, parameters=parameters, **defaults
+        groups = [self._state.get_tensor_model_parallel_group(), self._state.get_pipeline_model_parallel_group()]
+        if config["optimizer_config"]["zero_one_enabled"]:
+            groups.append(self._state.get_data_parallel_group())
+
+        def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
+            made = torch.optim.AdamW(parts, **named)  # of the parameters, or of this replica's shards of them
+            made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
+            return made
+
+        return self._nxd.initialize_parallel_optimizer(
+            nxd_config=config, optimizer_class=adamw, parameters=parameters, **defaults
         )
-        if not settings["zero_one_enabled"]:
-            held = list(zip(parameters, holders, strict=True))
-            # NxD adds up gradients over sequence parts and replicas, and then calls the optimizer within.
-            made.optimizer.register_step_pre_hook(lambda *_: self._clip(held, settings["max_grad_norm"]))
-        return made
 
     def step(self, *, optimizer: Any) -> Tensor:
         """Makes an optimizer step and returns the gradient norm before clipping, [1]."""
         optimizer.step()
-        return self._norm if optimizer.grad_norm is None else optimizer.grad_norm
+        return self._norm
 
     @torch.no_grad()
-    def _clip(self, held: list[tuple[Parameter, int]], limit: float) -> None:
+    def _clip(self, adamw: torch.optim.Optimizer, holders: Sequence[int], limit: float | None, groups: list) -> None:
         """Scales gradients down to a norm over all ranks of `limit`; both are computed in fp32."""
-        gradients = [(p.grad, ranks) for p, ranks in held if p.grad is not None]
-        square = torch.zeros(1, dtype=torch.float32, device=held[0][0].device)
+        held = [p for group in adamw.param_groups for p in group["params"]]
+        gradients = [(p.grad, ranks) for p, ranks in zip(held, holders, strict=True) if p.grad is not None]
+        square = torch.zeros(1, dtype=torch.float32, device=held[0].device)
         for gradient, ranks in gradients:
             square += gradient.float().square().sum() / ranks
-        for group in (self._state.get_tensor_model_parallel_group(), self._state.get_pipeline_model_parallel_group()):
+        for group in groups:
             if group.size() > 1:
                 dist.all_reduce(square, group=group)
         self._norm = square.sqrt()
-        factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
-        for gradient, _ in gradients:
-            gradient.mul_(factor)  # of one element, not a scalar, so that bf16 is multiplied in fp32
+        if limit is not None:
+            factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
+            for gradient, _ in gradients:
+                gradient.mul_(factor)  # of one element, not a scalar, so that bf16 is multiplied in fp32
 
     def tracing(self) -> list[Any]:
         """Returns the modules whose functions NxD's tracer must not look into."""

@@ -9,7 +9,6 @@ from typing import Any
 from cluster.record import ConfigError
 from cluster.site import Site
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
@@ -28,17 +27,8 @@ NO_CAST = "--auto-cast=none"
 """Without it, the compiler makes bf16 of fp32 matrix products."""
 
 
-def nxd_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Returns the arguments of `neuronx_distributed_config` that are plain values; the engine adds classes.
-
-    Raises:
-        ConfigError: the recipe clips no gradients, so NxD would not tell their norm.
-    """
-    if recipe.gradient_clip is None:
-        raise ConfigError(
-            "recipe.gradient_clip: null is not allowed with engine 'neuron', which tells a gradient norm only where it "
-            "clips by it. HLAT clips at 1.0; a large number clips nothing."
-        )
+def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """Returns the arguments of `neuronx_distributed_config` that are plain values; the engine adds classes."""
     master = plan.zero_stage == 1
     return {
         "tensor_parallel_size": plan.tensor_parallel,
@@ -46,8 +36,7 @@ def nxd_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, Any]
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            "grad_clipping": master,  # without master weights the adapter clips, by a norm in fp32
-            "max_grad_norm": recipe.gradient_clip,
+            "grad_clipping": False,  # the adapter clips, by a norm in fp32 that counts each weight once
         },
         # Written out, though NxD would derive them: its defaults have followed other keys from version to version.
         "mixed_precision_config": {

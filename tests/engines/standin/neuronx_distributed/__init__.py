@@ -2,7 +2,7 @@
 
 Every call must be by keyword and fit every recorded version of the real package; it is recorded too. Tensor, sequence
 and data parallelism compute, and so do copies of key/value heads. A pipeline does not: each of its ranks runs the whole
-model, on micro-batches as told. ZeRO 1 is told apart by its files only. What passes here has not run on Trainium.
+model, on micro-batches as told. What passes here has not run on Trainium.
 """
 
 from neuronx_distributed.checkpoint import finalize_checkpoint, load_checkpoint, save_checkpoint

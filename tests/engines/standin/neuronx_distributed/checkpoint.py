@@ -96,7 +96,7 @@ def load_checkpoint(path, tag, model=None, optimizer=None):
         with torch.no_grad():
             for index, saved in master.items():
                 optimizer.stepped[index].copy_(saved)
-                optimizer.parameters[index].copy_(saved)
+        optimizer.spread()
     if model is not None:
         assert model.layout is None, "the stand-in loads no pipeline"
         model.load_state_dict(torch.load(file(folder, "model")))

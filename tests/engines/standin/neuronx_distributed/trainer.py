@@ -114,22 +114,40 @@ def initialize_parallel_optimizer(nxd_config, optimizer_class, parameters, **def
 
 class NxDOptimizer:
     def __init__(self, optimizer_class, parameters, defaults, config):
+        assert not config["optimizer_config"]["grad_clipping"], "NxD's gradient norm is not modelled"
         self.parameters, self.config, self.grad_norm = parameters, config, None
         has_master = config["mixed_precision_config"]["use_master_weights"]
-        self.stepped = [p.detach().float().clone() for p in parameters] if has_master else parameters
-        self.clip = config["optimizer_config"]["max_grad_norm"]
-        if config["optimizer_config"]["zero_one_enabled"]:
-            self.clip = defaults.pop("max_norm", 1.0)  # torch_xla's optimizer, which NxD does not tell
+        self.is_sharded = config["optimizer_config"]["zero_one_enabled"]
+        self.stepped = [self.shard(p.detach()).float().clone() for p in parameters] if has_master else parameters
         self.optimizer = optimizer_class(self.stepped, **defaults)
         self.param_groups = self.optimizer.param_groups
         if has_master:
             self.optimizer.init_zero = self.init_zero
 
+    def shard(self, whole):
+        """Returns this replica's part, cut over the first dimension, which is filled up with zeros."""
+        if not self.is_sharded:
+            return whole
+        data = parallel_state.mesh()["data"].get_group()
+        missing = -len(whole) % data.size()
+        return nn.functional.pad(whole, [0, 0] * (whole.dim() - 1) + [0, missing]).chunk(data.size())[data.rank()]
+
+    @torch.no_grad()
+    def spread(self):
+        """Gives the weights what the replicas' shards hold."""
+        data = parallel_state.mesh()["data"].get_group()
+        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
+            parts = [stepped.data]
+            if self.is_sharded and data.size() > 1:
+                parts = [torch.empty_like(stepped) for _ in range(data.size())]
+                dist.all_gather(parts, stepped.data, group=data)
+            parameter.copy_(torch.cat(parts)[: len(parameter)])
+
     @torch.no_grad()
     def init_zero(self):
         CALLS.append(("init_zero", {}))
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
-            stepped.copy_(parameter)
+            stepped.copy_(self.shard(parameter))
 
     def state_dict(self):
         state = self.optimizer.state_dict()
@@ -151,23 +169,9 @@ class NxDOptimizer:
         add_up([p.grad for p in self.parameters], data)
         torch._foreach_div_([p.grad for p in self.parameters], data.size())
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
-            stepped.grad = parameter.grad.to(stepped.dtype)
-        if self.config["optimizer_config"]["grad_clipping"]:
-            self.grad_norm = self.norm(tensor)
-            for stepped in self.stepped:
-                stepped.grad.mul_((self.clip / (self.grad_norm + 1e-6)).clamp(max=1.0))
+            stepped.grad = self.shard(parameter.grad).to(stepped.dtype)
         self.optimizer.step()
-        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
-            parameter.copy_(stepped)
-
-    def norm(self, group):
-        """Returns the norm as NxD counts, in its dtype: copies of key/value heads each, other copies once."""
-        squares = torch.zeros(1, dtype=self.stepped[0].dtype)
-        for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
-            share = 1 if getattr(parameter, "tensor_model_parallel", False) else group.size()
-            squares += stepped.grad.norm() ** 2 / share
-        add_up([squares], group)
-        return squares.sqrt()
+        self.spread()
 
 
 def add_up(tensors, group):
