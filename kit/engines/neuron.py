@@ -4,9 +4,9 @@ In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, pl
 that of the 70B: fp32 master weights and fp32 gradient accumulation, sharded over the replicas, beside bf16 compute.
 Both with tensor parallelism (TP 8; TP 32 with every key/value head on 4 ranks, x PP 8) and weight decay on norms.
 
-NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it. The successor, native
-PyTorch on Neuron, takes DTensors, so the kit's native engine is the way forward. Nothing here has run on Trainium: the
-tests hold every call against the recorded signatures of NxD, and train through a stand-in for it.
+NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it; `neuron_probe` names
+its successor. Nothing here has run on Trainium: the tests hold every call against the recorded signatures of NxD and
+train through a stand-in for it; `make test-nxd` trains, saves, resumes and imports on NxD's real source, on a CPU.
 """
 
 import os
