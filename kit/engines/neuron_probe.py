@@ -1,10 +1,11 @@
 """Can NeuronX Distributed (NxD) train here? Looks at what is installed, and says what is missing and where it is.
 
 NxD training is at the end of its life: SDK 2.28 (PyTorch 2.9) is the last release that AWS tells its users to train
-with, and PyTorch/XLA training has not been supported since SDK 2.30. Its successor is PyTorch itself on Neuron, a public
-beta since SDK 2.33 for trn2 and trn3: a device and a process group called `neuron`, with DTensor, FSDP2 and pipelining,
-which the kit's native engine is made of. The kit does not start it yet: `native` knows CPUs and GPUs. Source: release
-notes and "TorchNeuron" of the AWS Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), 2025-12 to 2026-10.
+with, and PyTorch/XLA training has not been supported since SDK 2.30. Its successor is PyTorch itself on Neuron, in
+public beta since SDK 2.33 for trn2 and trn3: a device and a process group called `neuron`, with DTensor, FSDP2 and
+pipelining, which the kit's native engine is made of. The kit does not start it yet: `native` knows CPUs and GPUs.
+Source: release notes and "TorchNeuron" of the AWS Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), 2025-12
+to 2026-10.
 """
 
 import dataclasses
