@@ -12,6 +12,8 @@ from cluster.state import read_rank_heartbeats
 
 SAMPLES, BLOCKS = 120, 12
 MIN_SAMPLES = 2 * BLOCKS
+WINDOWS = (MIN_SAMPLES, SAMPLES)
+"""Newest samples that are looked at: a few for a rank that has just become slow, many for one in much noise."""
 SLOW = 1.15
 """Times the others' step time from which a rank is worth an alert."""
 BY_CHANCE = 1e-5
@@ -92,16 +94,18 @@ class RankTimes:
         return np.stack([np.fmax.reduceat(column, starts) for column in self.samples], axis=1)
 
     def slowest(self) -> Straggler | None:
-        """Returns the slowest rank of the last two minutes or so; None beside fewer than MIN_SAMPLES samples."""
+        """Returns the slowest rank of one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples."""
         samples = self.samples  # replaced as a whole at each look, after which what was found is old
         if samples is not self._judged:
             self._judged, self._found = samples, None
             if self.num_ranks > 1 and len(samples) >= MIN_SAMPLES:
-                self._found = slowest_rank(self.last(len(samples) // BLOCKS * BLOCKS))
+                sizes = {min(size, len(samples) // BLOCKS * BLOCKS) for size in WINDOWS}
+                found = [rank for size in sorted(sizes) if (rank := slowest_rank(self.last(size))) is not None]
+                self._found = min(found, key=lambda rank: rank[2], default=None)
         if self._found is None:
             return None
         rank, ratio, by_chance = self._found
-        return Straggler(rank=rank, ratio=ratio, by_chance=by_chance, host=self.hosts.get(rank))
+        return Straggler(rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.hosts.get(rank))
 
     def _start(self, attempt: int) -> None:
         self.attempt = attempt
