@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd clean
+.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -57,11 +57,13 @@ faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here 
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd
-test-nxd: $(NXD_ENV)/installed  ## the Neuron engine on NxD's real source: make test-nxd NXD=path/to/neuronx-distributed
-	@test -d "$(NXD)/src/neuronx_distributed" || { echo "NXD='$(NXD)' is no checkout of github.com/aws-neuron/neuronx-distributed" \
-	    "(0.17 is its tag v2.28.0). Give one: make test-nxd NXD=path/to/neuronx-distributed"; exit 2; }
+test-nxd: nxd-source $(NXD_ENV)/installed  ## the Neuron engine on NxD's real source: make test-nxd NXD=path/to/neuronx-distributed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/tests/engines/real_nxd/site:$(abspath $(NXD))/src:$(CURDIR) $(NXD_ENV)/bin/python \
 	    -m pytest -q -s -W ignore --timeout 1800 -m neuron tests/engines/real_nxd tests/engines/test_neuron.py
+
+nxd-source:
+	@test -d "$(NXD)/src/neuronx_distributed" || { echo "NXD='$(NXD)' is no checkout of github.com/aws-neuron/neuronx-distributed" \
+	    "(0.17 is its tag v2.28.0). Give one: make test-nxd NXD=path/to/neuronx-distributed"; exit 2; }
 
 $(NXD_ENV)/installed: tests/engines/real_nxd/requirements.txt
 	test -x $(NXD_ENV)/bin/python || $(PYTHON) -m venv $(NXD_ENV)
