@@ -96,14 +96,15 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
 
     On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its ranks alone.
     """
-    train, num_processes = ("-m", "kit.train", "--run", str(run.directory)), run.plan.num_devices
+    argv, num_processes = (sys.executable, "-m", "kit.train", "--run", str(run.directory)), run.plan.num_devices
     if run.site.scheduler == "local" and run.plan.engine == "neuron" and num_processes > 1:
-        train = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", *train)
-        num_processes = 1
+        agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}")
+        # Without the dashes it would take --run for one of its own options.
+        argv, num_processes = (*agent, "--no-python", "--", *argv), 1
     return JobSpec(
         name=run.name,
         run_dir=str(run.directory),
-        argv=(sys.executable, *train),
+        argv=argv,
         num_processes=num_processes,
         num_nodes=1 if run.site.scheduler == "local" else nodes_for(run.plan.num_devices, run.site),
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},

@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import pytest
+from torch.distributed.run import parse_args
 
 import kit
 from cluster.site import Site
@@ -91,8 +92,10 @@ def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spe
 
     assert job().argv[1:3] == ("-m", "kit.train") and job().num_processes == 1
     two = job(tensor_parallel=2)
-    assert two.argv[1:] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *job().argv[1:])
-    assert two.num_processes == 1
+    assert two.argv[1:3] == ("-m", "torch.distributed.run") and two.num_processes == 1
+    understood = parse_args(list(two.argv[3:]))
+    assert (understood.nproc_per_node, understood.nnodes, understood.no_python) == ("2", "1:1", True)
+    assert (understood.training_script, *understood.training_script_args) == job().argv
     assert job(engine="native", precision="fp32", tensor_parallel=2).num_processes == 2
 
 
