@@ -1,6 +1,6 @@
 """`python -m kit.gallery [NAME ...]`: runs the notebooks and keeps their pictures in notebooks/gallery.
 
-Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV.
+Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every table as CSV.
 """
 
 import argparse
@@ -43,6 +43,8 @@ def keep(name: str, executed: Path) -> None:
     GALLERY.mkdir(exist_ok=True)
     if name in PAPERS:
         figures, study = PAPERS[name]
+        for old in (file for figure in figures for file in GALLERY.glob(f"{figure}.*")):
+            old.unlink()
         told = save_all(figures, GALLERY, [REPOSITORY / "runs" / study], dpi=DPI)
         if missing := [f"{figure}: {why}" for figure, why in told.items() if why]:
             raise ConfigError("; ".join(missing))

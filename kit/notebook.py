@@ -1,8 +1,7 @@
 """The few things that only notebooks need: what they train at their scale, a fresh run directory, a table from rows."""
 
 import dataclasses
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from kit.engines import check_engine
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from kit.table import Table as Table
 
 SCALES = ("demo", "cluster")
 LENGTHS = (
@@ -138,37 +138,3 @@ def new_run_directory(parent: str | Path, name: str) -> Path:
             return directory
         except FileExistsError:
             continue
-
-
-class Table:
-    """Rows shown as a table in a notebook, and as aligned text elsewhere. Whole numbers get thousands separators."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], caption: str = "") -> None:
-        self.rows, self.caption = rows, caption
-        self.columns = list(rows[0]) if rows else []
-        self.cells = [[_show(row[column]) for column in self.columns] for row in rows]
-
-    def _repr_html_(self) -> str:
-        numbers = [any(isinstance(row[column], int | float) for row in self.rows) for column in self.columns]
-        sides = ["right" if number else "left" for number in numbers]
-        body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in self.cells)
-        caption = f"<caption>{html.escape(self.caption)}</caption>"
-        head = _html_cells("th", self.columns, sides)
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    def __repr__(self) -> str:
-        lines = [self.columns, *self.cells]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([self.caption, *text]).strip()
-
-
-def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
-    pairs = zip(cells, sides, strict=True)
-    return "".join(f"<{tag} style='text-align:{side}'>{html.escape(cell)}</{tag}>" for cell, side in pairs)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,8 @@
-"""The look of every figure, its colours, and how a figure and its table become files."""
+"""The look of every figure: its size, its colours on a light and on a dark page, and how it becomes a file."""
 
 import contextlib
 import csv
+import html
 import math
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
@@ -10,27 +11,63 @@ from typing import Any
 
 from kit.errors import ConfigError
 
-BLUE, VERMILION, GREEN, PURPLE, GREY = "#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#666666"
-"""The Okabe-Ito hues, darkened until lines have a contrast of 5 on white. Written out where they are used, since a
+WIDTH, PIXELS_PER_INCH = 6.25, 96
+"""Inches, of every figure: 600 pixels of a page. Shown in 548 pixels, which is what JupyterLab's side bar leaves of a
+window of 1,000, its smallest text is still as high as the page's own, 14 pixels."""
+TEXT = 11.5
+"""Points, of all text (as in `kit.mplstyle`): 14 pixels at 548."""
+BLUE, VERMILION, GREEN, PURPLE, OLIVE = "#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#8A7A00"
+"""The Okabe-Ito hues, darkened until lines have a contrast of 4 on white. Written out where they are used, since a
 cycle's C0, C1 are looked up when the figure is saved, outside its style."""
+INK, GREY, SLATE, GRID, GROUND = "#222222", "#666666", "#555555", "#E6E6E6", "#FFFFFF"
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
+CHOICES = ("#1F83C6", "#C66A14")
+"""Ends of a scale whose colours are all seen on light and on dark pages."""
+DARK = {
+    light.lower(): dark
+    for light, dark in {
+        BLUE: "#56B4E9", VERMILION: "#FF9A52", GREEN: "#2BCB9A", PURPLE: "#E08FC0", OLIVE: "#D9C64A",
+        INK: "#E4E4E4", "#444444": "#C8C8C8", SLATE: "#B4B4B4", GREY: "#A6A6A6", GRID: "#333333", GROUND: "#111111",
+        "#56A0D3": "#3C7FAE", "#A9CBE6": "#27506E", "#5E7F99": "#7F9DB5", "#B8C4CC": "#47525A",
+        "#D27A3C": "#D67F3E", "#E39A63": "#A66230", "#F0C39C": "#754722", "#CC97B6": "#9A5F85",
+        "#6DBFA4": "#1F8A69", "#BFBFBF": "#5C5C5C", "#ECECEC": "#2A2A2A",
+    }.items()
+}  # fmt: skip
+"""Each colour of a figure on a dark page; what is paler on white is nearer to the dark ground."""
 STYLE = str(files("kit") / "kit.mplstyle")
 Rows = list[dict[str, Any]]
 """The table of a figure."""
 
 
 @contextlib.contextmanager
-def figure_style() -> Iterator[Any]:
-    """Gives `matplotlib.pyplot` in the kit's style, and closes what was drawn: a cell shows it once, as its value."""
-    from matplotlib import pyplot as plt
+def new_figure(rows: int | str = 1, columns: int = 1, *, height: float, **layout: Any) -> Iterator[tuple[Any, Any]]:
+    """Gives (figure, axes) of a new figure; what is drawn in the block has the kit's style.
 
-    before = set(plt.get_fignums())
-    with plt.style.context(STYLE):
-        try:
-            yield plt
-        finally:
-            for number in set(plt.get_fignums()) - before:
-                plt.close(number)
+    Args:
+        rows: of panels, or a mosaic such as "ab;cc": two panels above a wide one, `axes` being the list of all three.
+        columns: of panels; more than two leave little room for text that can be read.
+        height: of the figure in inches; its width is always the same.
+        layout: of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
+    """
+    from matplotlib import style
+
+    from kit.themed_figure import ThemedFigure
+
+    with style.context(STYLE):
+        figure = ThemedFigure(figsize=(WIDTH, height))
+        if isinstance(rows, str):
+            yield figure, list(figure.subplot_mosaic(rows, **layout).values())
+        else:
+            yield figure, figure.subplots(rows, columns, **layout)
+
+
+def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
+    """Returns notes as HTML to open below a figure or a table, and above them warnings that are always seen."""
+    seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)
+    if not notes:
+        return seen
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in notes)
+    return f"{seen}<details><summary>Sources and notes</summary><ul>{items}</ul></details>"
 
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -62,7 +99,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 30
         paths: their folders are made; what is there is replaced.
         dpi: of what has pixels.
     """
-    from matplotlib import pyplot as plt
+    from matplotlib import style
 
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +107,8 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 30
             _write_table(rows, path)
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
-        with plt.style.context(STYLE):  # how text and names are written is looked up here, not when it is drawn
-            figure.savefig(path, bbox_inches="tight", dpi=dpi, metadata=date)
+        with style.context(STYLE):  # how text and names are written is looked up here, not when it is drawn
+            figure.savefig(path, dpi=dpi, metadata=date)
 
 
 def _write_table(rows: Rows, path: Path) -> None:

@@ -37,10 +37,13 @@ def test_pictures_of_a_notebook_replace_its_old_ones_only(folder: Path, tmp_path
 def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = {"hlat-data-mix": FIGURES["hlat-data-mix"]}
+    quick = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-averaging")}
     monkeypatch.setattr(gallery, "PAPERS", {"paper": (quick, "study")})
+    folder.mkdir()
+    (folder / "hlat-averaging.svg").write_text("of a time when tables were pictures")
     gallery.keep("paper", tmp_path / "unused.ipynb")
-    assert sorted(file.suffix for file in folder.iterdir()) == [".csv", ".png", ".svg"]
+    names = ["hlat-averaging.csv", *(f"hlat-data-mix.{ending}" for ending in ("csv", "png", "svg"))]
+    assert sorted(file.name for file in folder.iterdir()) == names
     monkeypatch.setattr(gallery, "PAPERS", {"paper": ({"hlat-spikes": FIGURES["hlat-spikes"]}, "study")})
     with pytest.raises(ConfigError, match=r"hlat-spikes: runs: no spikes\.json"):
         gallery.keep("paper", tmp_path / "unused.ipynb")

@@ -115,7 +115,7 @@ def import_(
 
 def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
     from kit.monitor.runs import compare_figure
-    from kit.style import check_picture
+    from kit.style import check_picture, save_figure
 
     file = check_picture(out or folder / "compare.png")
     if missing := [name for name in names if not (folder / name).is_dir()]:
@@ -123,7 +123,7 @@ def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) ->
             f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}` lists them."
         )
     figure, table = compare_figure([Run.open(folder / name) for name in names])
-    figure.savefig(file)
+    save_figure(figure, [], [file])
     plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
     print(strict_json(plain) if as_json else file)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from cluster.record import ConfigError
 from kit.commands.options import JsonOption, console
 from kit.papers import FIGURES, paper_figure, save_all
-from kit.terminal import Table
+from kit.terminal import PlainConsole, Table
 
 app = typer.Typer()
 
@@ -42,11 +42,23 @@ def figures(
 
 
 def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json: bool) -> None:
-    """Draws a figure of a paper to a file (default: NAME.png here), and writes its table to a .csv beside it."""
+    """Draws a figure of a paper to a file (default: NAME.png here), and writes its table to a .csv beside it.
+
+    What the paper prints as a table is written to a .csv only (default: NAME.csv); `out` may name one for a figure too.
+    What was given and is not drawn is told on standard error.
+    """
+    from kit import table
     from kit.style import check_picture, save_figure
 
-    file = check_picture(out or Path(f"{name}.png"))
+    only_table = out is not None and out.suffix.lower() == ".csv"
+    file = out if out and only_table else check_picture(out or Path(f"{name}.png"))
     drawn, rows = paper_figure(name).draw(runs)
-    save_figure(drawn, rows, [file, file.with_suffix(".csv")])
+    if isinstance(drawn, table.Table) and not only_table:
+        if out is not None:
+            raise ConfigError(f"--out {out}: {name} is a table. Name a .csv file.")
+        file = Path(f"{name}.csv")
+    save_figure(drawn, rows, sorted({file, file.with_suffix(".csv")}))
+    for text in drawn.left_out:
+        PlainConsole(stderr=True).print(Text(text, style="yellow"), soft_wrap=True)
     known = [{name: None if value != value else value for name, value in row.items()} for row in rows]  # NaN: no JSON
     print(json.dumps(known) if as_json else file)

@@ -1,5 +1,6 @@
 """Commands on runs: engine, status, watch, alerts, logs, stop, checkpoint, figure."""
 
+import difflib
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ import typer
 
 from cluster.job import Job
 from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json
-from kit.errors import RunError, kit_command
+from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.terminal import Table, plain
 
@@ -109,17 +110,23 @@ def figure(
     """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
     from kit.monitor import run_figure
     from kit.papers import FIGURES
-    from kit.style import check_picture
+    from kit.style import check_picture, save_figure
 
     if str(run) in FIGURES:
         from kit.commands.papers import draw_paper_figure
 
         return draw_paper_figure(str(run), out, own or (), as_json)
 
+    if not run.exists():
+        close = difflib.get_close_matches(str(run), FIGURES, n=1)
+        near = f"Did you mean {close[0]!r}?" if close else "`kit figures` lists the figures of papers."
+        raise RunError(f"{run} is neither a run directory nor a figure of a paper. {near}")
+    if own:
+        raise ConfigError(f"--run: {own[0]} has no place beside {run}: it adds runs to a figure of a paper.")
     opened = Run.open(run)
     file = check_picture(out or opened.directory / "figure.png")
     drawn, table = run_figure(opened)
-    drawn.savefig(file)
+    save_figure(drawn, [], [file])
     print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)
 
 

@@ -9,7 +9,7 @@ from kit.errors import ConfigError
 from kit.estimate.layouts import Array
 from kit.estimate.memory import TERMS, StageMemory
 from kit.estimate.search import Search
-from kit.style import BLUE, GREEN, GREY, VERMILION, Rows, figure_style
+from kit.style import BLUE, GREEN, GREY, OLIVE, SLATE, VERMILION, Rows, new_figure
 
 MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
 TIME_COLOURS = {
@@ -20,7 +20,7 @@ TIME_COLOURS = {
     "overhead": "#BFBFBF",
 }  # fmt: skip
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
-SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#8A7A00", "#555555", "#56A0D3", "#E39A63", "#6DBFA4", "#CC97B6")
+SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", OLIVE, SLATE, "#56A0D3", "#E39A63", "#6DBFA4", "#CC97B6")
 MARKERS = "oDs^vP*<>X"
 
 
@@ -32,8 +32,7 @@ def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tup
         device_bytes: drawn as a line.
     """
     rows: Rows = []
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, len(stages), figsize=(3.3 * len(stages) + 0.6, 2.9), sharey=True, squeeze=False)
+    with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
             bottom = np.zeros(count)
@@ -47,10 +46,10 @@ def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tup
             axis.set_xlabel("pipeline device")
         axes[0, 0].set_ylabel("GiB per device")
         axes[0, 0].annotate("memory of a device", (0, device_bytes / 2**30), xytext=(2, 3), textcoords="offset points",
-                            color=GREY, fontsize=8)  # fmt: skip
+                            color=GREY)  # fmt: skip
         axes[0, 0].set_ylim(0, 1.2 * max(device_bytes / 2**30, max(row["GiB"] for row in rows)))
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(TERMS), fontsize=7.5)
+        figure.legend(handles, labels, loc="outside lower left", ncols=4)
     return figure, rows
 
 
@@ -62,8 +61,7 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
     """
     seconds = {name: np.array([float(np.squeeze(step[name])) for step in terms.values()]) for name in TIME_COLOURS}
     total = sum(seconds.values())
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(8.2, 0.42 * len(terms) + 1.2))
+    with new_figure(height=0.42 * len(terms) + 2.0) as (figure, axis):
         left = np.zeros(len(terms))
         for name, colour in TIME_COLOURS.items():
             shares = 100 * seconds[name] / total
@@ -71,14 +69,13 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
                 continue
             axis.barh(range(len(terms)), shares, left=left, color=colour, height=0.72, label=name.replace("_", " "))
             for place, share in enumerate(shares):
-                if share >= 3.5:
-                    axis.text(left[place] + share / 2, place, f"{share:.0f}", ha="center", va="center",
-                              color="white", fontsize=7.5)  # fmt: skip
+                if share >= 6:
+                    axis.text(left[place] + share / 2, place, f"{share:.0f}", ha="center", va="center", color="white")
             left = left + shares
         axis.set_yticks(range(len(terms)), list(terms))
         axis.set(xlim=(0, 100), ylim=(len(terms) - 0.5, -0.5), xlabel="% of the step")
         axis.grid(visible=False)
-        figure.legend(loc="outside lower center", ncols=6, fontsize=7.5)
+        figure.legend(loc="outside lower left", ncols=3)
     return figure, [{"step": title} | {name: float(column[i]) for name, column in seconds.items()}
                     for i, title in enumerate(terms)]  # fmt: skip
 
@@ -94,8 +91,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     used, time_s = search.used_bytes / 2**30, search.step_time_s
     capacity = float(search.machine.hardware.memory_bytes) / 2**30
     near = (time_s < 6 * time_s.min()) & (used < 4 * capacity)
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(6.8, 3.4))
+    with new_figure(height=3.6) as (figure, axis):
         cloud = np.flatnonzero(near)
         cloud = cloud[:: max(1, len(cloud) // 20_000)]
         axis.plot(used[cloud], time_s[cloud], ".", color=BLUE, alpha=0.12, markersize=2.5, rasterized=True)
@@ -103,7 +99,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
         axis.step(used[front], time_s[front], where="post", color=VERMILION, label="no layout is better in both")
         axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1)
         axis.annotate("memory of a device", (capacity, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                      textcoords="offset points", color=GREY, fontsize=8, va="top")  # fmt: skip
+                      textcoords="offset points", color=GREY, va="top")  # fmt: skip
         for name, index in (marked or {}).items():
             axis.plot(used[index], time_s[index], "o", color=GREEN, markersize=6, zorder=4)
             axis.annotate(name, (used[index], time_s[index]), xytext=(7, 5), textcoords="offset points", color=GREEN)
@@ -132,21 +128,20 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
     if len(groups) > len(MARKERS):
         raise ConfigError(f"groups: {len(groups)} are too many for one picture. Give at most {len(MARKERS)}.")
     rows: Rows = []
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(5.6, 4.2))
+    with new_figure(height=5.6) as (figure, axis):
         for (name, (measured, predicted)), marker, colour in zip(groups.items(), MARKERS, SERIES, strict=False):
             error = np.abs(predicted / measured - 1)
             rows.append({"rows": name, "number": len(measured), "mean error": float(error.mean()),
                          "median error": float(np.median(error)), "worst": float(error.max())})  # fmt: skip
             axis.plot(measured, predicted, marker, color=colour, alpha=0.55, markersize=3.5,
-                      label=f"{name}: {len(measured)} rows, {100 * error.mean():.1f} %")  # fmt: skip
+                      label=f"{name}: {len(measured)}, {100 * error.mean():.1f} %")  # fmt: skip
         every = np.concatenate([np.concatenate(pair) for pair in groups.values()])
         ends = np.array([every.min() / 1.3, every.max() * 1.3])
         axis.plot(ends, ends, color=GREY, linewidth=1)
         axis.fill_between(ends, ends / 1.1, ends * 1.1, color=GREY, alpha=0.15, linewidth=0, label="within 10 %")
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds per step",
                  ylabel="predicted seconds per step", title=title)  # fmt: skip
-        axis.legend(loc="upper left", fontsize=7.5)
+        figure.legend(loc="outside lower left", ncols=2, title="rows, and their mean error", alignment="left")
         plain_ticks(axis)
     return figure, rows
 
@@ -157,5 +152,5 @@ def plain_ticks(axis: Any) -> None:
 
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         side.set_minor_formatter(NullFormatter())

@@ -11,7 +11,7 @@ import numpy as np
 from kit.errors import MissingPackageError
 from kit.estimate.layouts import Array
 from kit.estimate.tune import Trials
-from kit.style import GREY, Rows, figure_style
+from kit.style import CHOICES, GREY, Rows, new_figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,19 +95,21 @@ def _forest(trials: Trials) -> Array:
 
 def sensitivity_figure(result: Sensitivity, *, unit: str = "objective") -> tuple[Any, Rows]:
     """Returns a picture of Shapley values, a dot per trial, most important parameter on top, and its table."""
+    from matplotlib.colors import LinearSegmentedColormap
+
     names = list(result.importance)
     rows = [{"parameter": name, "importance": size} for name, size in result.importance.items()]
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(6.8, 0.45 * len(names) + 0.9))
+    with new_figure(height=0.45 * len(names) + 1.0) as (figure, axis):
+        shades = LinearSegmentedColormap.from_list("choices", CHOICES)
         dots = None
         for place, name in enumerate(names):
             column = list(result.space).index(name)
             values, choice = result.values[:, column], result.indices[:, column]
             shade = choice / max(1, len(result.space[name]) - 1)
-            dots = axis.scatter(values, place + _spread(values), c=shade, cmap="viridis", vmin=0, vmax=1, s=11,
+            dots = axis.scatter(values, place + _spread(values), c=shade, cmap=shades, vmin=0, vmax=1, s=14,
                                 linewidth=0, alpha=0.9)  # fmt: skip
             axis.annotate(f"{result.importance[name]:.3g}", (1, place), xycoords=("axes fraction", "data"),
-                          xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=GREY)  # fmt: skip
+                          xytext=(4, 0), textcoords="offset points", va="center", color=GREY)  # fmt: skip
         axis.axvline(0, color=GREY, linewidth=0.8, zorder=1)
         axis.set_yticks(range(len(names)), [name.replace("_", " ") for name in names])
         axis.set_ylim(len(names) - 0.5, -0.5)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kit.estimate.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Array
 from kit.estimate.schedule import Simulation
-from kit.style import BLUE, GREEN, VERMILION, Rows, figure_style
+from kit.style import BLUE, GREEN, GROUND, INK, VERMILION, Rows, new_figure
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
 NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward",
@@ -15,7 +15,7 @@ TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B",
           "zero_bubble": "Zero bubble (H1)", "zbv": "Zero bubble (V)"}  # fmt: skip
 IDLE = "#ECECEC"
 LABELLED_DEVICES = 16
-DIGIT_WIDTH = 1 / 250
+DIGIT_WIDTH = 1 / 50
 """Width of a digit of a micro-batch's number, as a share of the time axis."""
 
 
@@ -23,16 +23,15 @@ def timeline_figure(*simulations: Simulation) -> tuple[Any, Rows]:
     """Returns a picture of simulations on one time axis, a panel each, and their table.
 
     Devices are rows; the numbers are micro-batches, where they fit; a device's second and further stages are paler;
-    grey is waiting, its share at the right. Table: one row per simulation and device.
+    grey is waiting, its share of the time at the right. Table: one row per simulation and device.
     """
     rows = [row for simulation in simulations for row in _rows(simulation)]
-    heights = [min(0.26, 4 / s.order.num_devices) * s.order.num_devices + 0.28 for s in simulations]
+    heights = [min(0.26, 4 / s.order.num_devices) * s.order.num_devices + 0.5 for s in simulations]
     width_s = max(simulation.makespan_s for simulation in simulations)
     unit, name = (1.0, "s") if width_s >= 1 else (1e-3, "ms")
-    with figure_style() as plt:
-        figure, axes = plt.subplots(
-            len(simulations), figsize=(10, sum(heights) + 0.65), sharex=True, squeeze=False, height_ratios=heights
-        )
+    with new_figure(
+        len(simulations), height=sum(heights) + 0.75, sharex=True, squeeze=False, height_ratios=heights
+    ) as (figure, axes):
         for axis, simulation in zip(axes[:, 0], simulations, strict=True):
             _draw(axis, simulation, unit, width_s)
         axes[-1, 0].set_xlabel(f"time, {name}")
@@ -73,12 +72,11 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
             )  # fmt: skip
     _number(axis, simulation, unit, width_s, chunk)
     if devices <= LABELLED_DEVICES:
-        axis.set_yticks(range(devices), [f"device {device}" for device in range(devices)])
+        axis.set_yticks(range(devices), [str(device) for device in range(devices)])
         for device, idle in enumerate(simulation.idle_fraction):
-            axis.annotate(f"{100 * idle:.0f} % idle", (1, device), xycoords=("axes fraction", "data"), xytext=(5, 0),
-                          textcoords="offset points", va="center", fontsize=8, color="#444444")  # fmt: skip
-    else:
-        axis.set_ylabel("device")
+            axis.annotate(f"{100 * idle:.0f} %", (1, device), xycoords=("axes fraction", "data"), xytext=(5, 0),
+                          textcoords="offset points", va="center")  # fmt: skip
+    axis.set_ylabel("device")
     axis.set_ylim(devices - 0.5, -0.5)
     axis.grid(visible=False)
     axis.tick_params(axis="y", length=0)
@@ -91,8 +89,8 @@ def _title(simulation: Simulation) -> str:
     stages = order.num_stages // order.num_devices
     layout = f"{order.num_devices} devices" + (f" x {stages} stages" if stages > 1 else "")
     return (
-        f"{TITLES.get(order.name, order.name)}: {layout}, {order.num_microbatches} micro-batches, "
-        f"{100 * simulation.bubble_fraction:.1f} % idle, up to {simulation.peak_in_flight.max():.3g} micro-batches held"
+        f"{TITLES.get(order.name, order.name)}: {layout}, {order.num_microbatches} micro-batches\n"
+        f"{100 * simulation.bubble_fraction:.1f} % idle; at most {simulation.peak_in_flight.max():.3g} of them held"
     )
 
 
@@ -111,19 +109,19 @@ def _boxes(start: Array, end: Array, row: Array, height: float) -> Array:
 
 
 def _paler(colour: str, share: float) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
+    from matplotlib.colors import to_rgba
 
-    return tuple(part + 0.5 * share * (1 - part) for part in to_rgb(colour))
+    return to_rgba(colour, 1 - 0.5 * share)
 
 
 def _number(axis: Any, simulation: Simulation, unit: float, width_s: float, chunk: Array) -> None:
     order = simulation.order
-    digits = len(str(order.num_microbatches - 1)) + 0.7
-    fits = (simulation.end_s - simulation.start_s > digits * 2 * DIGIT_WIDTH * width_s) & (order.kind != PADDING)
+    digits = len(str(order.num_microbatches - 1)) + 0.4
+    fits = (simulation.end_s - simulation.start_s > digits * DIGIT_WIDTH * width_s) & (order.kind != PADDING)
     for device, index in np.argwhere(fits):
         middle = (simulation.start_s[device, index] + simulation.end_s[device, index]) / 2
         axis.text(middle / unit, device, str(order.micro_batch[device, index]), ha="center", va="center_baseline",
-                  fontsize=7, color="black" if chunk[device, index] > 0.6 else "white")  # fmt: skip
+                  color=INK if chunk[device, index] > 0.6 else GROUND)  # fmt: skip
 
 
 def _legend(figure: Any, simulations: tuple[Simulation, ...]) -> None:
@@ -131,4 +129,4 @@ def _legend(figure: Any, simulations: tuple[Simulation, ...]) -> None:
 
     present = [kind for kind in COLOURS if any((simulation.order.kind == kind).any() for simulation in simulations)]
     patches = {NAMES[kind]: Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in present}
-    figure.legend(handles=[*patches.values(), Patch(color=IDLE, label="waiting")], loc="outside upper right", ncols=4)
+    figure.legend(handles=[*patches.values(), Patch(color=IDLE, label="waiting")], loc="outside lower left", ncols=4)

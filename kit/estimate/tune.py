@@ -13,7 +13,7 @@ from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.layouts import Array
-from kit.style import BLUE, GREY, VERMILION, Rows, figure_style
+from kit.style import BLUE, GREY, VERMILION, Rows, new_figure
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
@@ -248,10 +248,7 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
     ]
     number = np.arange(1, len(values) + 1)
     failed = np.isnan(values)
-    with figure_style() as plt:
-        figure, (axis, below) = plt.subplots(
-            2, figsize=(6.8, 3.4), sharex=True, height_ratios=(8, 1), gridspec_kw={"hspace": 0.02}
-        )
+    with new_figure(2, height=3.6, sharex=True, height_ratios=(8, 1)) as (figure, (axis, below)):
         axis.plot(number, values, "o", color=BLUE, alpha=0.55, label="trial")
         axis.step(number, best, where="post", color=BLUE, label="best so far")
         if control is not None:
@@ -259,7 +256,7 @@ def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | 
                       linestyle=(0, (4, 2)), linewidth=1.2, label=f"best so far, {control.sampler} search")  # fmt: skip
         axis.set_title(f"{unit}, by trial ({trials.sampler})")
         axis.set_ylim(min(0.0, np.nanmin(values)), 1.12 * top)
-        axis.legend(loc="lower right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.9)
+        axis.legend(loc="lower right", frameon=True)
         axis.tick_params(axis="x", length=0)
         below.vlines(number[failed], 0, 1, color=VERMILION, linewidth=1.4)
         below.set(yticks=[0.5], ylim=(0, 1), xlabel="trial", xlim=(0, len(values) + 1))

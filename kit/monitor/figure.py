@@ -10,7 +10,7 @@ from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY, VERMILION, figure_style
+from kit.style import BLUE, GREEN, GREY, VERMILION, new_figure
 
 EMA_STEPS = 5
 
@@ -28,11 +28,9 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
     metrics = run.metrics()
     table = _table(metrics)
     accuracies = [curve for curve in eval_curve(run) if np.isfinite(curve.chance)]
-    widths = [3, 2, 2.4] if accuracies else [3, 2]
-    with figure_style() as plt:
-        figure, (left, right, *third) = plt.subplots(1, len(widths), gridspec_kw={"width_ratios": widths})
-        for axis in third:
-            figure.set_figwidth(1.35 * figure.get_figwidth())
+    mosaic, height = ("aaabb;ccccc", 6.2) if accuracies else ("aaabb", 3.2)
+    with new_figure(mosaic, height=height) as (figure, (left, right, *below)):
+        for axis in below:
             draw_scores(axis, accuracies)
         _draw_loss(left, table, baselines or {})
         _draw_speed(right, table, run, metrics.why_no_mfu)
@@ -70,7 +68,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     axis.set_title("Loss, nats per token")
     finite = np.isfinite(table["loss"])
     axis.plot(table["step"], np.where(finite, table["loss"], np.nan), color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training (average of ~{EMA_STEPS} steps)")
+    axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps")
     if not finite.all():
         lost, top = table["step"][~finite], axis.get_xaxis_transform()  # at the top: there is no height to put it at
         style = {"color": VERMILION, "marker": "x", "linestyle": "none", "clip_on": False, "transform": top}
@@ -95,9 +93,8 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
             textcoords="offset points",
             ha="right",
             color=GREY,
-            fontsize=8,
         )
-    axis.legend(loc="upper right", frameon=True, facecolor="white", edgecolor="none", framealpha=0.85)
+    axis.legend(loc="upper right", frameon=True)
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | None) -> None:
@@ -120,14 +117,13 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
             ha="center",
             va="top",
             color=GREEN,
-            fontsize=8,
         )
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         top = np.nanmax(values, initial=1)
         axis.set_ylim(0, 10 * math.ceil(1.25 * top / 10))
     else:
-        axis.set_title(f"Tokens/s (no MFU: {why})")
+        axis.set_title(f"Tokens/s\n(no MFU: {why})")
         axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))
 
 
@@ -148,5 +144,4 @@ def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
             xytext=(3, 4),
             textcoords="offset points",
             color=GREY,
-            fontsize=7.5,
         )

@@ -18,7 +18,7 @@ from kit.metrics import median
 from kit.monitor.figure import smooth
 from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
-from kit.style import HUES, figure_style
+from kit.style import HUES, new_figure
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20
@@ -145,20 +145,18 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         label: {"step": metrics["step"], "loss": metrics["loss"], speed: value}
         for label, metrics, value in zip(labels, found, values, strict=True)
     }
-    # The names are people's own: a dollar in them begins no formula, and an underscore hides no run from the legend.
-    with figure_style() as plt, plt.rc_context({"text.parse_math": False}):
-        figure, (left, right) = plt.subplots(1, 2, gridspec_kw={"width_ratios": [3, 2]})
-        left.set_title("Loss, nats per token (average of ~5 steps)")
-        right.set_title("MFU, % of peak" if speed == "mfu" else f"Tokens/s (no MFU: {', '.join(whys)})")
+    with new_figure(1, 2, height=3.2 + 0.25 * (len(runs) // 3), width_ratios=[3, 2]) as (figure, (left, right)):
+        left.set_title("Loss, mean of ~5 steps")
+        right.set_title("MFU, % of peak" if speed == "mfu" else f"Tokens/s\n(no MFU: {', '.join(whys)})")
         for i, (label, columns) in enumerate(table.items()):
-            shown = f" {label}" if label.startswith("_") else label
+            shown = f" {label}" if label.startswith("_") else label  # an underscore would hide it from the legend
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], smooth(columns["loss"]), label=shown, **style)
             right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, len(runs)))
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure, table
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from kit.errors import RunError, kit_command
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.run import Run
-from kit.style import GREY, HUES, figure_style
+from kit.style import HUES, SLATE, new_figure
 
-COLOURS = (*HUES, GREY)
+COLOURS = (*HUES, SLATE)
 MARKERS = ("o", "s", "^", "D", "v")
 
 
@@ -27,9 +27,8 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     if not curves:
         raise RunError(f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`.")
     panels = [group for group in (_accuracies(curves), _others(curves)) if group]
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, len(panels), squeeze=False)
-        for axis, group in zip(axes[0], panels, strict=True):
+    with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
+        for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
     return figure, [row for curve in curves for row in _rows(curve)]
 
@@ -54,11 +53,11 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     some_partial = any(curve.partial.any() for curve in curves)
     hollow = "\nhollow: a part of the items" if some_partial else ""
     names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
-    axis.set_title((f"Score, %, and 95 % interval{hollow}; dotted: guessing") if accuracy else f"{names}{hollow}")
+    axis.set_title((f"Score, %; bars: 95 % interval; dotted: guessing{hollow}") if accuracy else f"{names}{hollow}")
     axis.set_xlabel("training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy:
-        axis.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=0.85, fontsize=8)
+        axis.legend(frameon=True)
 
 
 def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:

@@ -5,9 +5,6 @@ history is there. The kernel keeps the data and sends one window of numbers per 
 Needs anywidget where the kernel runs and where JupyterLab runs.
 """
 
-import base64
-import html
-import io
 import threading
 import time
 import traceback
@@ -22,7 +19,7 @@ from kit.monitor.bundle import source
 from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY
+from kit.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -200,35 +197,31 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        image = io.BytesIO()
-        self.figure().savefig(image, format="png", dpi=100)
-        picture = base64.b64encode(image.getvalue()).decode()
         facts = self.dashboard.facts()
         words = f"{facts['name']}: {facts['state']}, step {facts['step']}, loss and speed, picture {self.model_id}"
-        alt = html.escape(words, quote=True)
-        return {"image/png": picture, "text/html": f'<img alt="{alt}" src="data:image/png;base64,{picture}">'}
+        return self.figure().to_bundle(alt=words)
 
 
 def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their averages."""
-    from matplotlib.figure import Figure  # no pyplot and no rcParams: this also runs in a thread
+    from kit.themed_figure import ThemedFigure  # no style of matplotlib's, which is global: this also runs in a thread
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(names, axis="step", width=800, start=None, end=None, log=False)
+        x, rows = dashboard.curves.window(names, axis="step", width=300, start=None, end=None, log=False)
     titles = {"loss": "Loss, nats per token", "mfu": "MFU, % of peak", "tokens_per_s": "Tokens per second"}
     status = dashboard.status
-    figure = Figure(figsize=(6.8, 2.8), layout="constrained")
+    figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
         _draw_pane(pane, titles[name], x, rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1), number)
     for name, level in dashboard.levels.items():
         pane = figure.axes[0]
         pane.axhline(level, color=GREY, linestyle="--", linewidth=1)
         pane.annotate(f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize=7, color=GREY)  # fmt: skip
+                      fontsize=TEXT, color=GREY)  # fmt: skip
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
     title = f"{dashboard.run.name}: {status.state}, attempt {status.attempt}, {step}"
-    figure.suptitle(title, fontsize=9, x=0.01, ha="left", parse_math=False)
+    figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
     return figure
 
 
@@ -236,8 +229,9 @@ def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: i
     colour = (BLUE, GREEN)[number]
     pane.fill_between(x, rows[0], rows[1], color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, rows[2], color=colour, linewidth=1.6)
-    pane.set_title(title, fontsize=9, loc="left")
-    pane.set_xlabel("optimizer step", fontsize=8.5)
-    pane.tick_params(labelsize=8, colors="#444444")
-    pane.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    pane.set_title(title, fontsize=TEXT, loc="left", color=INK)
+    pane.set_xlabel("optimizer step", fontsize=TEXT, color=INK)
+    pane.tick_params(labelsize=TEXT, colors=SLATE)
+    pane.grid(axis="y", color=GRID, linewidth=0.8)
+    pane.spines[:].set_color(SLATE)
     pane.spines[["top", "right"]].set_visible(False)

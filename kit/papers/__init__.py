@@ -15,6 +15,8 @@ from cluster.record import ConfigError, suggestion
 if TYPE_CHECKING:
     from kit.run import Run
     from kit.style import Rows
+    from kit.table import Table
+    from kit.themed_figure import ThemedFigure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,42 +29,72 @@ class PaperFigure:
     """Which of the paper's figures or tables it is, or the section that it draws."""
     title: str
     """One line, for lists."""
+    takes: str
+    """Which runs of the reader's own it has a place for."""
 
-    def draw(self, runs: "Sequence[Run | str | Path]" = ()) -> "tuple[Any, Rows]":
-        """Returns the figure and its table, with the points of these run directories added.
+    def draw(self, runs: "Sequence[Run | str | Path]" = ()) -> "tuple[ThemedFigure | Table, Rows]":
+        """Returns the figure, or what the paper prints as a table, and its rows, with points of these runs added.
+
+        What it has no place for is named in `left_out` of what is drawn.
 
         Args:
             runs: your own, or imported logs; those of a local site are drawn apart, as demo scale.
         """
         module, name = self.function.split(":")
         function: Callable[..., tuple[Any, Rows]] = getattr(importlib.import_module(f"kit.papers.{module}"), name)
-        return function(runs)
+        drawn, rows = function(runs)
+        missing = [given for given in runs if not _names(given) & drawn.runs]
+        drawn.left_out = tuple(f"{given} is not drawn. Drawn here: {self.takes}." for given in missing)
+        return drawn, rows
 
 
-def _figures(paper: str, *figures: tuple[str, str, str, str]) -> dict[str, PaperFigure]:
+def _names(given: "Run | str | Path") -> set[str]:
+    """Returns the names under which a figure knows what was given: of a run, a report, or a folder and its runs."""
+    from kit.monitor.runs import find_runs
+    from kit.run import Run
+
+    if isinstance(given, Run):
+        return {given.name}
+    place = Path(given).resolve()
+    return {place.name} | ({run.name for run in find_runs(place)} if place.is_dir() else set())
+
+
+CLUSTER = "runs of a cluster with more than two steps, whose site file has the peak"
+MEMORY = "runs of a cluster with more than two steps, whose records tell their memory"
+PRICED = "runs of a cluster with more than two steps, whose site file has a price"
+STUDY = f"{CLUSTER}, and the study of this machine (frontier_demo)"
+STEPS = "runs that have made a step"
+SCORED = "runs with scores (kit eval), and reports of scores"
+STUDIES = "folders with the studies of this machine (hlat_demo)"
+SEARCHES = "folders with a search of this machine (frontier_demo.demo_search)"
+STRONG = "two runs or more of one model on different numbers of devices, at one batch"
+WEAK = f"{STRONG} a replica"
+
+
+def _figures(paper: str, *figures: tuple[str, str, str, str, str]) -> dict[str, PaperFigure]:
     return {
-        f"{paper}-{name}": PaperFigure(function=f"{paper}_{function}_figure", paper=what, title=title)
-        for name, function, what, title in figures
+        f"{paper}-{name}": PaperFigure(function=f"{paper}_{function}_figure", paper=what, title=title, takes=takes)
+        for name, function, what, title, takes in figures
     }
 
 
 FRONTIER = _figures(
     "frontier",
-    ("memory", "memory:memory", "memory table", "memory by model size and convention"),
-    ("stage-memory", "memory:stage_memory", "authors' log", "memory along the pipeline: logs of Frontier and LUMI"),
-    ("tensor-parallel", "throughput:tensor_parallel", "TP sweep (sec. III)", "throughput against tensor parallelism"),
-    ("micro-batches", "throughput:microbatch", "micro-batch sweep (sec. III)", "throughput by micro-batches"),
-    ("pipeline", "throughput:pipeline", "both stage sweeps (sec. III)", "throughput by stages; batch, or m/p, fixed"),
-    ("observations", "observations:observations", "observations III.1-4", "the four observations as relations"),
-    ("roofline", "kernels:roofline", "arithmetic intensity", "roofline of a GCD"),
-    ("flash-attention", "kernels:flash_attention", "flash attention", "what fused attention changes"),
-    ("search", "search:search", "search trajectory (sec. IV)", "trials of the hyperparameter search"),
-    ("sensitivity", "search:sensitivity", "SHAP values (sec. IV)", "what mattered in the search"),
-    ("recipes", "recipes:recipes", "recipe table (sec. V)", "the recipes of 22B, 175B and 1T"),
-    ("throughput", "scaling:throughput", "38.38/36.14/31.96 %", "22B, 175B and 1T in per cent of peak, HFU and MFU"),
-    ("weak-scaling", "scaling:weak_scaling", "weak scaling, 100 %", "weak scaling to 1,024 and 3,072 GCDs"),
-    ("strong-scaling", "scaling:strong_scaling", "strong scaling, 89/87 %", "strong scaling to 1,024 and 3,072 GCDs"),
-    ("cost", "recipes:cost", "120 million exaFLOP", "time, device-hours and GCDs for 1T parameters on 20T tokens"),
+    ("memory", "memory:memory", "memory table", "memory by model size and convention", MEMORY),
+    ("stage-memory", "memory:stage_memory", "authors' log", "memory along the pipeline, with logs", MEMORY),
+    ("tensor-parallel", "throughput:tensor_parallel", "TP sweep (sec. III)", "throughput by tensor parallelism", STUDY),
+    ("micro-batches", "throughput:microbatch", "micro-batch sweep (sec. III)", "throughput by micro-batches", STUDY),
+    ("pipeline", "throughput:pipeline", "both stage sweeps (sec. III)", "throughput by pipeline stages", STUDY),
+    ("observations", "observations:observations", "observations III.1-4", "four observations as relations", STUDY),
+    ("roofline", "kernels:roofline", "arithmetic intensity", "roofline of a GCD", CLUSTER),
+    ("flash-attention", "kernels:flash_attention", "flash attention", "what fused attention changes", STUDY),
+    ("search", "search:search", "search trajectory (sec. IV)", "trials of the hyperparameter search", SEARCHES),
+    ("sensitivity", "search:sensitivity", "SHAP values (sec. IV)", "what mattered in the search", SEARCHES),
+    ("recipes", "recipes:recipes", "recipe table (sec. V)", "the recipes of 22B, 175B and 1T", CLUSTER),
+    ("throughput", "scaling:throughput", "38.38/36.14/31.96 %", "per cent of peak, HFU and MFU", CLUSTER),
+    ("weak-scaling", "scaling:weak_scaling", "weak scaling, 100 %", "weak scaling to 3,072 GCDs", WEAK),
+    ("strong-scaling", "scaling:strong_scaling", "strong scaling, 89/87 %", "strong scaling to 3,072 GCDs", STRONG),
+    ("cost", "recipes:cost", "120 million exaFLOP", "days, device-hours and GCDs for 1T on 20T tokens", CLUSTER),
 )
 FRONTIER_NOT_DRAWN = {
     "the points of all curves; numbers of figures": "No stored copy of the paper's text or figures could be read: only "
@@ -76,21 +108,21 @@ FRONTIER_NOT_DRAWN = {
 """What of the paper is not here, and why."""
 HLAT = _figures(
     "hlat",
-    ("models", "recipes:models", "models, released code", "the shapes of both models"),
-    ("sequence-length", "quality:sequence_length", "Table I", "models and their sequence length"),
-    ("hyperparameters", "recipes:hyperparameters", "recipe, released code", "hyperparameters and layouts"),
-    ("learning-rate", "recipes:learning_rate", "released scheduler", "learning-rate schedules, clamped and rescaled"),
-    ("data-mix", "recipes:data_mix", "Table III", "data of the last stage"),
-    ("cost", "cost:cost", "Figure 5", "cost per 4M tokens against nodes, trn1 and p4d"),
-    ("throughput", "cost:throughput", "not in the paper", "AWS's benchmarks of Trainium beside the model"),
-    ("quality", "quality:quality", "Table II", "quality, with your own scores"),
-    ("averaging", "quality:averaging", "Table IV", "averaging the last two checkpoints"),
-    ("truthfulness", "quality:truthfulness", "Table V", "bias and truthfulness, with your own scores"),
-    ("scores-7b", "scores:scores_7b", "Figure 3 (a) to (f)", "scores of the 7B against tokens"),
-    ("scores-70b", "scores:scores_70b", "Figure 4 (a) to (f)", "scores of the 70B against tokens"),
-    ("loss", "training:loss", "loss curve", "training loss, spikes marked"),
-    ("spikes", "training:spikes", "not in the text that was read", "a spike, and what to do about it, at demo scale"),
-    ("precision", "training:precision", "precision (sec. VI)", "fp32, mixed and pure bf16, stochastic rounding"),
+    ("models", "recipes:models", "models, released code", "the shapes of both models", "any run"),
+    ("sequence-length", "quality:sequence_length", "Table I", "models and their sequence length", "any run"),
+    ("hyperparameters", "recipes:hyperparameters", "recipe, released code", "hyperparameters and layouts", "any run"),
+    ("learning-rate", "recipes:learning_rate", "released scheduler", "learning rates, clamped and rescaled", STEPS),
+    ("data-mix", "recipes:data_mix", "Table III", "data of the last stage", "no runs"),
+    ("cost", "cost:cost", "Figure 5", "cost per 4M tokens by nodes, trn1 and p4d", PRICED),
+    ("throughput", "cost:throughput", "not in the paper", "AWS's benchmarks of Trainium beside the model", CLUSTER),
+    ("quality", "quality:quality", "Table II", "quality, with your own scores", SCORED),
+    ("averaging", "quality:averaging", "Table IV", "averaging the last two checkpoints", "no runs"),
+    ("truthfulness", "quality:truthfulness", "Table V", "bias and truthfulness, with your own scores", SCORED),
+    ("scores-7b", "scores:scores_7b", "Figure 3 (a) to (f)", "scores of the 7B against tokens", SCORED),
+    ("scores-70b", "scores:scores_70b", "Figure 4 (a) to (f)", "scores of the 70B against tokens", SCORED),
+    ("loss", "training:loss", "loss curve", "training loss, spikes marked", STEPS),
+    ("spikes", "training:spikes", "not in the text that was read", "a spike, and four answers to it", STUDIES),
+    ("precision", "training:precision", "precision (sec. VI)", "fp32, mixed and pure bf16, stochastic", STUDIES),
 )
 HLAT_NOT_DRAWN = {
     "Figures 1 and 2": "The text around them could not be read, so not even what they show is certain (the loss curve "
@@ -118,7 +150,7 @@ def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> "Row
 def save_all(
     figures: "dict[str, PaperFigure]", folder: Path, runs: "Sequence[Run | str | Path]" = (), *, dpi: int = 300
 ) -> dict[str, str]:
-    """Writes figures into a folder as NAME.svg and NAME.png, with their tables as NAME.csv.
+    """Writes figures into a folder as NAME.svg and NAME.png, with their tables as NAME.csv; tables as NAME.csv only.
 
     Args:
         figures: all or some of `FIGURES`.
@@ -130,6 +162,7 @@ def save_all(
         Why a figure is not drawn (some show runs only), or "", by its name.
     """
     from kit.style import save_figure
+    from kit.table import Table
 
     problems = {}
     for name, figure in figures.items():
@@ -138,7 +171,8 @@ def save_all(
         except ConfigError as error:
             problems[name] = str(error)
             continue
-        save_figure(drawn, rows, [folder / f"{name}.{ending}" for ending in ("svg", "png", "csv")], dpi=dpi)
+        endings = ("csv",) if isinstance(drawn, Table) else ("svg", "png", "csv")
+        save_figure(drawn, rows, [folder / f"{name}.{ending}" for ending in endings], dpi=dpi)
         problems[name] = ""
     return problems
 

@@ -25,7 +25,7 @@ def curves(runs: Runs, column: str) -> list[Layer]:
                 source = demo_source([run.directory.parent])
             layers.append(
                 Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=metrics[column],
-                      low=empty, high=empty, source=source, scale=scale, joined=True)
+                      low=empty, high=empty, source=source, scale=scale, joined=True, runs=(run.name,))
             )  # fmt: skip
     return layers
 

@@ -27,7 +27,7 @@ from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from kit.style import GREEN, GREY, Rows, figure_style
+from kit.style import GREEN, GREY, SLATE, Rows, new_figure
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_PER_STEP = 640 * 2048
@@ -56,35 +56,34 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
 
 def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the roofline of a GCD with the three recipes below it, and the table."""
-    fused, written = _under_roof("fused attention, modelled", 2), _under_roof("scores written out, modelled", 0)
+    fused, written = _under_roof("fused attention", 2), _under_roof("scores written out", 0)
     stated = facts()["throughput_tflops"]
     rates = [fact.replace(x=str(place)) for fact, place in zip(stated, fused.x, strict=True)]
     peak = float(calibration().hardware.peak_flops_per_s) / 1e12
     own = measured(
         runs, x=lambda run: layer_intensity(run.spec, run.plan), y=lambda run: peak / 100 * run_hfu_percent(run)
     )
-    layers = [Layer.published(rates, label="paper (fused), recomputation counted"), fused, written,
+    layers = [Layer.published(rates, label="paper (fused)"), fused, written,
               *(layer for layer in own if layer.scale == "cluster")]  # fmt: skip
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(5.8, 4.1))
+    with new_figure(height=5.2) as (figure, axis):
         ridge = _draw_roof(axis)
         draw(axis, layers)
-        for name, offset, x, y in zip(MODELS, ((9, 16), (-34, 22), (8, -15)), fused.x, layers[0].y, strict=True):
-            axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", fontsize=8, color="#444444",
+        for name, offset, x, y in zip(MODELS, ((12, 20), (-44, 26), (10, -20)), fused.x, layers[0].y, strict=True):
+            axis.annotate(name, (x, y), xytext=offset, textcoords="offset points", color=SLATE,
                           arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5})  # fmt: skip
         for name, x, y in zip(MODELS, written.x, written.low, strict=True):
-            axis.annotate(name, (x, y), xytext=(0, -11), textcoords="offset points", fontsize=8, ha="center",
-                          color="#444444")  # fmt: skip
+            axis.annotate(name, (x, y), xytext=(0, -15), textcoords="offset points", ha="center", color=SLATE)
         axis.set(xscale="log", yscale="log", xlim=(30, 3000), ylim=(20, 260), xlabel="FLOP per byte moved, one layer",
                  ylabel="TFLOP/s of a GCD", title="Roofline of half an MI250X")  # fmt: skip
         plain_ticks(axis)
         axis.legend(loc="lower right")
-        text = (
-            f"All stand right of the ridge ({ridge:.0f} FLOP per byte): "
-            f"bound by computation, not by memory; that the paper says so too is remembered only. Intensities are "
-            f"counted from shapes."
-        )
-        finish(figure, text, layers)
+        finish(
+            figure, layers,
+            "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
+            f"All stand right of the ridge ({ridge:.0f} FLOP per byte): computation binds them.",
+            "That the paper says so too is remembered only.",
+            notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
+        )  # fmt: skip
     return figure, table(layers)
 
 
@@ -107,25 +106,32 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     own = measured(runs, x=lambda run: float(run.spec.sequence_length), y=run_hfu_percent)
     layers += [layer for layer in own if layer.scale == "cluster"]
     demo, gains = _timed_attention(runs), flash_gains()
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, 2 if demo else 1, figsize=(8 if demo else 5.6, 3.8), squeeze=False,
-                                    width_ratios=[3, 2] if demo else [1])  # fmt: skip
+    with new_figure(2 if demo else 1, height=6.4 if demo else 4, squeeze=False) as (figure, axes):
         draw(axes[0, 0], layers)
         axes[0, 0].set(ylim=(0, 50), title="175B on 128 GCDs: % of peak (HFU, full attention map)")
         _length_axis(axes[0, 0], LENGTHS)
         if demo:
-            draw(axes[0, 1], demo)
-            axes[0, 1].set(yscale="log", title="attention alone, one core: ms")
-            plain_ticks(axes[0, 1])
-            _length_axis(axes[0, 1], [int(x) for x in demo[0].x])
-        told = ", ".join(f"{g['model']} {g['y']:+.0f} % ({g['low']:+.0f} to {g['high']:+.0f})" for g in gains)
-        text = (
-            f"Gain of the second generation over written-out scores at 2,048 tokens, modelled: {told}. The paper's own "
-            f"gain is remembered only (up to about 30 %), so it is not drawn. No run of LUMI has fused attention: its "
-            f"efficiency is that of other published machines, hence the width of the band."
-        )
-        finish(figure, text, [*layers, *demo])
+            draw(axes[1, 0], demo)
+            axes[1, 0].set(yscale="log", title="attention alone on one core here, ms")
+            plain_ticks(axes[1, 0])
+            _length_axis(axes[1, 0], [int(x) for x in demo[0].x])
+        told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
+        finish(
+            figure, [*layers, *demo],
+            "Throughput of 175B by sequence length, attention fused and written out.",
+            f"Gain of fusing at 2,048 tokens, modelled: {told}.",
+            "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
+            notes=_flash_notes(gains),
+        )  # fmt: skip
     return figure, [*gains, *table(layers), *table(demo)]
+
+
+def _flash_notes(gains: Rows) -> list[str]:
+    told = ", ".join(f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains)
+    return [
+        f"90 % intervals of the gain: {told}.",
+        "No run of LUMI has fused attention: its efficiency is that of other published machines, hence the wide band.",
+    ]
 
 
 def _timed_attention(runs: Runs) -> list[Layer]:
@@ -140,12 +146,12 @@ def _timed_attention(runs: Runs) -> list[Layer]:
         low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
         x = np.array([float(row["sequence_length"]) for row in own])
         layers.append(Layer(kind="measured", label=kernel, x=x, y=middle, low=low, high=high, source=source,
-                            scale="demo", joined=True))  # fmt: skip
+                            scale="demo", joined=True, runs=(folders[0].name,)))  # fmt: skip
     return layers
 
 
 def _length_axis(axis: Any, lengths: Sequence[int]) -> None:
-    axis.set(xscale="log", xlabel="sequence length, tokens")
+    axis.set(xscale="log", xlabel="sequence length, tokens" if lengths is not LENGTHS else None)
     axis.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axis.xaxis.minorticks_off()
     axis.legend(loc="lower left" if lengths is LENGTHS else "upper left")
@@ -185,8 +191,8 @@ def _draw_roof(axis: Any) -> float:
     places = np.geomspace(10, 3000, 200)
     for ceiling, colour, text in ((peak, GREY, "data sheet"), (best, GREEN, "best matrix product seen")):
         axis.plot(places, np.minimum(ceiling, places * memory.value) / 1e12, color=colour, linewidth=1.2)
-        axis.annotate(f"{text}, {ceiling / 1e12:.4g}", (3000, ceiling / 1e12), xytext=(-2, 3), ha="right", fontsize=7.5,
+        axis.annotate(f"{text}, {ceiling / 1e12:.4g}", (3000, ceiling / 1e12), xytext=(-2, 3), ha="right",
                       textcoords="offset points", color=colour)  # fmt: skip
     axis.annotate("memory, 1.6 TB/s", (34, 34 * memory.value / 1e12), xytext=(-4, 6), textcoords="offset points",
-                  rotation=45, fontsize=7.5, color=GREY)  # fmt: skip
+                  rotation=45, color=GREY)  # fmt: skip
     return peak / memory.value

@@ -15,7 +15,7 @@ from kit.papers.layers import Layer, Runs, measured, table
 from kit.papers.panels import draw, finish
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.style import Rows, figure_style
+from kit.style import Rows, new_figure
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 NO_MOMENTS = Convention(
@@ -34,7 +34,7 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
     parts = sum(fact.number for fact in known["bytes_per_parameter"])
     conventions = {f"paper's parts, {parts:.0f} B": parts, "paper's text, 24 B": 24.0,
-                   "mixed precision with fp32 gradients, 18 B": 18.0}  # fmt: skip
+                   "with fp32 gradients, 18 B": 18.0}  # fmt: skip
     error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
     models = [
         Layer.modelled(label, sizes, size * sizes / TB, math.nan, math.nan, error=error)
@@ -43,20 +43,22 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     quoted = [*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"]]
     quoted = [fact.replace(x=str(specs["1T"].num_params)) for fact in quoted]
     published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
-    own = [layer for layer in measured(runs, x=_num_params, y=_total_tb, label="your runs, all devices together")
-           if layer.scale == "cluster"]  # fmt: skip
+    own = [layer for layer in measured(runs, x=_num_params, y=_total_tb) if layer.scale == "cluster"]
     layers = [published, *models, *own]
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(5.6, 3.7))
+    with new_figure(height=4.4) as (figure, axis):
         draw(axis, layers)
-        axis.set(xscale="log", yscale="log", ylabel="TB over all devices", title="Model state by size")
+        axis.set(xscale="log", yscale="log", ylim=(0.2, 90), title="model state, TB over all devices")
         plain_ticks(axis)
-        axis.set_xticks(sizes, [f"{name}\n{size / 1e9:,.0f}e9" for name, size in zip(specs, sizes, strict=True)])
+        axis.set_xticks(sizes, list(specs))
         axis.minorticks_off()
         axis.set_xlabel("parameters")
         axis.legend(loc="upper left")
-        text = "Activations come on top. The paper's table itself could not be read."
-        finish(figure, text, layers)
+        finish(
+            figure, layers,
+            "Weights, gradients and optimizer by model size; activations come on top.",
+            f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by its text, as quoted.",
+            "The paper's own table could not be read.",
+        )  # fmt: skip
     rows = [
         {"model": name, "layer": "modelled", "parameters": spec.num_params, "convention": label, "bytes": size,
          "TB": size * spec.num_params / TB, "GCDs of 64 GiB": math.ceil(size * spec.num_params / (64 * GIB))}
@@ -70,21 +72,22 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
     own = measured(runs, x=lambda run: float(run.plan.data_parallel), y=_memory_gib)
     lumi += [layer for layer in own if layer.scale == "cluster"]
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, 3, figsize=(9, 3.7))
-        titles = ("(a) 175B: between steps", "(b) 175B: more at the peak of a step", "(c) LUMI 176B: between steps")
+    with new_figure("ab;cc", height=5.9) as (figure, axes):
+        titles = ("(a) 175B, between steps", "(b) 175B, more at the peak", "(c) LUMI 176B, last stage, between steps")
         for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
             draw(axis, layers)
             axis.set_title(title)
-            axis.set_ylim(0, 1.35 * max(float(layer.y.max()) for layer in layers))
-            axis.legend(loc="upper right", fontsize=7)
+            axis.set_ylim(0, 1.7 * max(float(layer.y.max()) for layer in layers))
+            axis.legend(loc="upper right")
         axes[0].set_ylabel("GiB on a GCD")
+        axes[2].set_ylabel("GiB on a GCD")
         for axis in axes[:2]:
-            axis.set(xlabel="pipeline stage, Frontier", xticks=range(0, 16, 3))
-        axes[2].set(xlabel="replicas, last stage", xscale="log")
+            axis.set(xlabel="pipeline stage", xticks=range(0, 16, 3))
+        axes[2].set(xlabel="replicas", xscale="log")
         axes[2].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
         axes[2].minorticks_off()
-        finish(figure, _stage_text(static, dynamic, lumi), [*static, *dynamic, *lumi])
+        finish(figure, [*static, *dynamic, *lumi], *_stage_caption(static, dynamic),
+               notes=[_stage_note(static, dynamic, lumi)])  # fmt: skip
     return figure, [*table(static, panel="a"), *table(dynamic, panel="b"), *table(lumi, panel="c")]
 
 
@@ -109,17 +112,17 @@ def lumi_bytes(replicas: int) -> float:
 
 def _static_layers() -> list[Layer]:
     log = Layer.published(facts()["stage_allocated_mib"], label="log", scale=MIB / GIB)
-    return [log, _against(log, "weights, gradients, fp32 copy", frontier_stages().state / GIB)]
+    return [log, _against(log, "no Adam moments yet", frontier_stages().state / GIB)]
 
 
 def _dynamic_layers() -> list[Layer]:
     known, stages = facts(), frontier_stages()
     peaks, before = known["stage_peak_mib"], known["stage_allocated_mib"]
     more = [p.replace(value=str(p.number - b.number), known="derived") for p, b in zip(peaks, before, strict=True)]
-    log = Layer.published(more, label="log: peak less allocated", scale=MIB / GIB)
+    log = Layer.published(more, label="log", scale=MIB / GIB)
     reserved = RESERVE.used_bytes(np.zeros(16), stages.dynamic) / GIB
-    return [log, _against(log, "activations and workspace", stages.dynamic / GIB),
-            _against(log, "with the planner's reserve", reserved)]  # fmt: skip
+    return [log, _against(log, "activations", stages.dynamic / GIB),
+            _against(log, "and reserve", reserved)]  # fmt: skip
 
 
 def _lumi_layers() -> list[Layer]:
@@ -134,17 +137,22 @@ def _against(log: Layer, label: str, y: Any) -> Layer:
     return Layer.modelled(label, log.x, y, math.nan, math.nan, error=error)
 
 
-def _stage_text(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
-    per_stage = {layer.label: -float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in dynamic}
+def _stage_caption(static: list[Layer], dynamic: list[Layer]) -> tuple[str, str, str]:
+    logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in dynamic[:2])
     params = frontier_stages().params[1]
-    held = float(static[0].y[1] * GIB / params)
-    off = float(lumi[1].y[0] / lumi[0].y[0] - 1)
+    held, counted = (float(layer.y[1] * GIB / params) for layer in static)
     return (
-        f"(b) falls by {per_stage['log: peak less allocated']:.0f} MiB a stage in the log and by "
-        f"{per_stage['activations and workspace']:.0f} in the model, as 1F1B keeps one micro-batch less on each next "
-        f"stage. The model misses what is constant: (a) the log holds {held:.1f} bytes a parameter where weights, "
-        f"gradients and fp32 copy make {float(static[1].y[1] * GIB / params):.1f}, (b) another "
-        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB of the engine's buffers. (c) at 2 replicas {off:+.0%}."
+        "Memory along the pipeline of Frontier, and by replicas of LUMI, with logs.",
+        f"(b) falls by {logged:.0f} MiB a stage in the log and by {modelled:.0f} in the model.",
+        f"MISSED: what is constant, as (a) {held:.1f} bytes a parameter, not {counted:.1f}.",
+    )
+
+
+def _stage_note(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
+    return (
+        f"1F1B keeps one micro-batch less on each next stage. (a): {NO_MOMENTS.name}. (b): the log has "
+        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB more of the engine's buffers; `and reserve` is what "
+        f"the planner adds. (c): bf16 Adam with ZeRO 1, {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
     )
 
 

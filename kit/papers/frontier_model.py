@@ -130,19 +130,21 @@ def ratio_misfit() -> float:
     return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
 
 
-def misses(published_layer: Layer, modelled: Layer) -> str:
-    """Returns a sentence that names each published point outside the model's interval, or that none is."""
-    texts = []
-    names = published_layer.names or [f"{x:g}" for x in published_layer.x]
+def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
+    """Returns (which published points lie in the model's interval, which are missed) as sentences, "" for none."""
+    inside, missed = [], []
+    names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
         place = int(np.argmin(np.abs(modelled.x - x)))
-        if not modelled.low[place] <= y <= modelled.high[place]:
-            low, middle, high = (_short(each[place]) for each in (modelled.low, modelled.y, modelled.high))
-            texts.append(f"{name}: published {_short(y)}, modelled {middle} ({low} to {high})")
-    if not texts:
-        return "All published points lie inside the model's interval."
-    return f"The model misses {len(texts)} of {len(names)} published points: {'; '.join(texts)}."
+        if modelled.low[place] <= y <= modelled.high[place]:
+            inside.append(name)
+        else:
+            missed.append(f"{name} (paper {_short(y)}, model {_short(modelled.y[place])})")
+    return (
+        f"Inside the model's interval: {', '.join(inside)}." if inside else "",
+        f"MISSED: {'; '.join(missed)}." if missed else "",
+    )
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

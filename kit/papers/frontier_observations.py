@@ -7,10 +7,10 @@ from kit.papers.frontier_demo import MICROBATCHES, median_rate
 from kit.papers.frontier_model import facts, hfu_percent, layouts_of, model_error, ratio_interval, step_draws
 from kit.papers.frontier_throughput import ALONE, MODEL, STAGES, microbatch_plans, pipeline_plans, tensor_plans
 from kit.papers.layers import Layer, Runs, measured, opened, tokens_per_s_and_device
-from kit.papers.panels import finish, table_figure
+from kit.papers.panels import paper_table
 from kit.papers.relations import Relation
 from kit.spec import ModelSpec
-from kit.style import Rows, figure_style
+from kit.style import Rows
 
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 
@@ -20,17 +20,19 @@ def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     relations = [*modelled_relations(), *measured_relations(runs)]
     statements = {fact.x: fact.value for fact in facts()["observation"]}
     shown = [
-        {"": relation.claim, "observation (wording ours)": statements[relation.claim.split()[0]],
+        {"": relation.claim, "observation": statements[relation.claim.split()[0]],
          "number": relation.expected.split(":")[0], "layer": SCALES[relation.layer], "found": _show(relation),
          "expected": relation.expected.split(": ")[1], "verdict": relation.verdict}
         for relation in relations
     ]  # fmt: skip
     layers = [_error_only()] + measured(runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs")
-    with figure_style() as plt:
-        figure, _ = table_figure(plt, shown, size=7.5)
-        text = "That the paper makes these four observations is remembered, not read; they are tested as trends."
-        finish(figure, text, layers)
-    return figure, [relation.row() for relation in relations]
+    drawn = paper_table(
+        shown, layers,
+        "The paper's four observations, in our words, checked on the model and on runs here.",
+        "That it makes them is remembered, not read; they are tested as trends.",
+        runs=[name for layer in layers for name in layer.runs],
+    )  # fmt: skip
+    return drawn, [relation.row() for relation in relations]
 
 
 def modelled_relations() -> list[Relation]:
@@ -91,5 +93,5 @@ def _show(relation: Relation) -> str:
 
 
 def _error_only() -> Layer:
-    """Returns a layer without points, for the caption of a table."""
+    """Returns a layer without points, for the sources of a table."""
     return Layer.modelled("22B", [], [], [], [], error=model_error())

@@ -9,13 +9,13 @@ from kit.estimate.activations import MEGATRON
 from kit.estimate.figures import plain_ticks
 from kit.estimate.memory import memory
 from kit.estimate.out_of_memory import RESERVE
-from kit.papers.frontier_model import MODELS, calibration, facts, layouts_of, misses, model_error, throughput_layer
+from kit.papers.frontier_model import MODELS, calibration, compared, facts, layouts_of, model_error, throughput_layer
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
 from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
-from kit.papers.panels import draw, finish, table_figure
+from kit.papers.panels import draw, finish, paper_table
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import Rows, figure_style
+from kit.style import Rows, new_figure
 
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -43,14 +43,14 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     published = Layer.published(known["throughput_percent"], label="throughput")
     script = Layer.published(known["recipe_pipeline_parallel"], label="layouts")
     layers = [published, script, Layer.modelled("recipes", [], [], [], [], error=model_error()), *own]
-    with figure_style() as plt:
-        figure, _ = table_figure(plt, rows)
-        text = (
-            "Layouts are those of the authors' launch scripts; which of them made the headline numbers is not proven. "
-            "The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the older is shown."
-        )
-        finish(figure, text, layers)
-    return figure, [{"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows]
+    drawn = paper_table(
+        rows, layers,
+        "Layouts of the authors' launch scripts, and what the model says of them.",
+        "Which of them made the headline numbers is not proven.",
+        notes=["The 1T script exists in two versions (TP 8, PP 64 in 2023; TP 4, PP 128 later); the older is shown."],
+        runs=set(columns) - set(MODELS),
+    )  # fmt: skip
+    return drawn, [{"layer": "published" if row[""] in PUBLISHED else "modelled"} | row for row in rows]
 
 
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -64,22 +64,26 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         label="from the paper's rate",
     )  # fmt: skip
     left = [Layer.published(published, label="from the paper's rate"), days]
-    own = measured(runs, x=lambda run: float(run.plan.num_devices), y=_days_of_run, label="your runs, scaled by FLOPs")
+    own = measured(runs, x=lambda run: float(run.plan.num_devices), y=_days_of_run)
     left += [layer for layer in own if layer.scale == "cluster"]
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, 2, figsize=(7.4, 3.6))
+    with new_figure(1, 2, height=4.2) as (figure, axes):
         for axis, layers in zip(axes, (left, [spent, hours]), strict=True):
             draw(axis, layers)
             axis.set(xscale="log", xlabel="GCDs")
-            axis.legend(loc="lower left")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
         axes[0].set(yscale="log", title="(a) days for 20T tokens")
         plain_ticks(axes[0])
         axes[1].set(title="(b) million GCD-hours", ylim=(0, 1.35 * float(hours.high.max())))
         for axis in axes:
-            axis.set_xticks([512, 2048, 8192, 32768], ["512", "2,048", "8,192", "32,768"])
+            axis.set_xticks([512, 3072, 24576], ["512", "3,072", "24,576"])
             axis.minorticks_off()
-        text = f"{cost_text(days)} {misses(left[0], days)}"
-        finish(figure, text, [*left, spent, hours])
+        finish(
+            figure, [*left, spent, hours],
+            f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
+            _on_the_paper_s(days),
+            " ".join(filter(None, compared(left[0], days))),
+            notes=cost_notes(days),
+        )  # fmt: skip
     return figure, [*table(left, panel="days"), *table([spent, hours], panel="million GCD-hours")]
 
 
@@ -94,19 +98,27 @@ def days_layer() -> Layer:
     return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *days, error=model_error())
 
 
-def cost_text(days: Layer) -> str:
-    """Returns what the figure says in words: what it takes on the paper's GCDs, and on how many within a year."""
+def _on_the_paper_s(days: Layer) -> str:
+    at = int(np.flatnonzero(days.x == 3072)[0])
+    return (
+        f"On 3,072 GCDs {days.y[at]:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
+        f"{days.y[at] * 3072 * 24 / 8e6:.1f} million node-hours."
+    )
+
+
+def cost_notes(days: Layer) -> list[str]:
+    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's count of FLOPs."""
     at = int(np.flatnonzero(days.x == 3072)[0])
     exaflop = facts().value("training_exaflop", "1T on 20T tokens")
     own = ModelSpec.preset(MODELS["1T"]).flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
     fewer = f"{days.y[at] * 3072 / 365:,.0f} GCDs would have to work at that rate"
-    return (
-        f"On 3,072 GCDs {days.y[at]:,.0f} days ({days.low[at]:,.0f} to {days.high[at]:,.0f}), "
-        f"{days.y[at] * 3072 * 24 / 8e6:.1f} million node-hours. Within a year, {fewer}; at this batch "
-        f"{int(days.x[-1]):,} of them, most of Frontier, take {days.y[-1]:,.0f} days. Steps of {STRONG_BATCH:,} "
-        f"sequences, no restarts. Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list "
-        f"price. 6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract ({exaflop / 1e6:.0f})."
-    )
+    return [
+        f"Within a year, {fewer}; at this batch {int(days.x[-1]):,} of them, most of Frontier, take {days.y[-1]:,.0f} "
+        f"days.",
+        "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
+        f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract ({exaflop / 1e6:.0f}).",
+        "Runs of your own are scaled to this work by their model FLOP/s.",
+    ]
 
 
 def _published_days() -> list[Any]:

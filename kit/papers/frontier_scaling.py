@@ -1,5 +1,6 @@
 """Frontier, section V: throughput of the three sizes, and weak and strong scaling to 1,024 and 3,072 GCDs."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,21 +10,21 @@ from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_memory import LUMI_MODEL
 from kit.papers.frontier_model import (
     MODELS,
+    compared,
     facts,
     layouts_of,
-    misses,
     model_error,
     paper_plan,
     ratio_interval,
     step_draws,
     throughput_layer,
 )
-from kit.papers.layers import Layer, Runs, hfu_percent, measured, table, tokens_per_s_and_device
-from kit.papers.panels import draw, finish
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, scale_of, table, tokens_per_s_and_device
+from kit.papers.panels import draw, finish, pairs
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import GREY, Rows, figure_style
+from kit.style import GREY, Rows, new_figure
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 STRONG_BATCH = 8064
@@ -51,20 +52,23 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     published = [Layer.published(known["throughput_percent"], label="paper's headline"),
                  Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)")]  # fmt: skip
     modelled = [_by_size("HFU", FlopBasis.MEGATRON_RECOMPUTE), _by_size("MFU", FlopBasis.MODEL)]
-    own = [layer for layer in measured(runs, x=_size_place, y=hfu_percent, label="your runs, HFU")
-           if layer.scale == "cluster"]  # fmt: skip
+    own = [layer for layer in measured(runs, x=_size_place, y=hfu_percent) if layer.scale == "cluster"]
     layers = [*published, *modelled, *own]
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(5.6, 3.8))
+    with new_figure(height=4.6) as (figure, axis):
         draw(axis, layers)
         axis.set_xticks(range(len(MODELS)), list(MODELS))
         axis.set(xlim=(-0.4, 2.6), ylim=(0, 50), title="% of the peak of a GCD (191.5 TFLOP/s)")
         axis.legend(ncols=2, loc="lower left")
-        text = (
-            "HFU counts the recomputed forward pass, MFU does not. The headline is taken as HFU, since the authors' "
-            f"code prints that. Layouts and batches of the authors' launch scripts. {misses(published[0], modelled[0])}"
+        finish(
+            figure,
+            layers,
+            "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
+            *compared(published[0], modelled[0]),
+            notes=[
+                "The headline is taken as HFU, since the authors' code prints that.",
+                "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
+            ],
         )
-        finish(figure, text, layers)
     return figure, table(layers)
 
 
@@ -157,20 +161,36 @@ def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, R
     if kind == "strong":
         panels["paper"] += lumi_layers()
         panels["batch"] = [batch_layer(model) for model in REPLICAS]
-    chosen = select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields)
-    found = measured(chosen, x=lambda run: float(run.plan.num_devices), y=tokens_per_s_and_device, line=True,
-                     label="tokens/s per device")  # fmt: skip
-    panels |= {layer.scale: [layer] for layer in found if len(layer.x) > 1}
-    with figure_style() as plt:
-        widths = [3.0, *([1.7] * (len(panels) - 1))]
-        figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 1.7 * sum(widths)), 3.8), squeeze=False,
-                                    width_ratios=widths)  # fmt: skip
-        for axis, (name, layers) in zip(axes[0], panels.items(), strict=True):
+    panels |= _own_panels(runs, kind, demo_fields)
+    mosaic = pairs(len(panels) - 1, under_one=True)
+    heights = [4, *[3] * mosaic.count(";")]
+    with new_figure(mosaic, height=0.9 * sum(heights) + 0.8, height_ratios=heights) as (figure, axes):
+        for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             draw(axis, layers)
             _label(axis, name, kind, layers, published)
         everything = [layer for layers in panels.values() for layer in layers]
-        finish(figure, _scaling_text(kind, published, lines), everything)
+        finish(figure, everything, *_scaling_caption(kind, published, lines), notes=_scaling_notes(kind, published))
     return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+
+
+def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str, list[Layer]]:
+    """Returns a panel for this machine and one for clusters: a line for runs that differ in nothing but their size."""
+    chosen = select(runs, tensor_parallel=1, pipeline_parallel=1, **demo_fields)
+    groups: dict[tuple, list[Run]] = {}
+    for run in chosen:
+        batch = run.plan.global_batch_size / (run.plan.data_parallel if kind == "weak" else 1)
+        shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
+        groups.setdefault((scale_of(run), shape, batch), []).append(run)
+    panels: dict[str, list[Layer]] = {}
+    for (scale, _, batch), group in groups.items():
+        label = f"{group[0].spec.num_params / 1e9:.3g}B, batch {batch:,.0f}" + (" a replica" if kind == "weak" else "")
+        found = measured(group, x=_num_devices, y=tokens_per_s_and_device, line=True, label=label)
+        panels.setdefault(scale, []).extend(layer for layer in found if len(set(layer.x)) > 1)
+    return {scale: layers for scale, layers in panels.items() if layers}
+
+
+def _num_devices(run: Run) -> float:
+    return float(run.plan.num_devices)
 
 
 def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Layer) -> None:
@@ -179,41 +199,48 @@ def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Laye
     if name in ("paper", "batch"):
         places = (64, 128, 256, 512, 1024, 3072) if name == "paper" else (1008, 4032, 16128)
         axis.set(xscale="log", ylim=(0, 119))
-        axis.legend(loc="lower left", fontsize=7.5)
+        axis.legend(loc="lower left", ncols=2 if name == "paper" else 1)
     else:
         axis.set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in layers))
+    if name == "cluster":
+        axis.legend(loc="lower left")
     axis.set_xticks(places, [f"{place:,}" for place in places])
     axis.minorticks_off()
     titles = {"paper": (f"{kind.capitalize()} scaling, % of one replica", "GCDs"),
-              "batch": ("the same by batch", "sequences a step"),
-              "demo": ("tokens/s per core", "processes"), "cluster": ("tokens/s per device", "devices")}  # fmt: skip
+              "batch": ("the same by batch", "sequences a step"), "demo": ("here: tokens/s per core", "processes"),
+              "cluster": ("your runs: tokens/s per device", "devices")}  # fmt: skip
     axis.set(title=titles[name][0], xlabel=titles[name][1])
     if name == "batch":
         for y in published.y:
             axis.axhline(y, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
         text = "paper: " + " and ".join(f"{y:.0f}" for y in published.y)
-        axis.annotate(text, (0.98, min(published.y) - 1.5), xycoords=("axes fraction", "data"), ha="right", va="top",
-                      fontsize=7, color=GREY)  # fmt: skip
+        axis.annotate(text, (0.98, min(published.y) - 3), xycoords=("axes fraction", "data"), ha="right", va="top",
+                      color=GREY)  # fmt: skip
 
 
-def _scaling_text(kind: str, published: Layer, lines: list[Layer]) -> str:
-    setting = "Batches per replica of the authors' scripts (320 and 512 sequences)."
-    if kind == "strong":
-        setting = (
-            f"A batch of {STRONG_BATCH:,} sequences: the paper's 8,000 is remembered, not read, as is where its curve "
-            f"starts; here it starts at one replica. LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs."
-        )
-    told = []
-    for name, y, line in zip(("175B", "1T"), published.y, lines, strict=True):
-        inside = line.low[-1] <= y <= line.high[-1]
-        told.append(f"{name} {y:.0f} % published, {line.y[-1]:.1f} % ({line.low[-1]:.1f} to {line.high[-1]:.1f}) "
-                    f"modelled: {'inside' if inside else 'MISSED, outside'} the interval")  # fmt: skip
-    return f"{setting} {'; '.join(told)}.{_matching_batch(published) if kind == 'strong' else ''}"
+def _scaling_caption(kind: str, published: Layer, lines: list[Layer]) -> tuple[str, str, str]:
+    last = [[float(getattr(line, name)[-1]) for line in lines] for name in ("x", "y", "low", "high")]
+    ends = Layer.modelled("ends", *last, error=model_error())
+    inside, missed = compared(dataclasses.replace(published, names=tuple(REPLICAS)), ends)
+    if kind == "weak":
+        return "Throughput per GCD as the batch grows with the replicas, % of one replica.", inside, missed
+    log, line = lumi_layers()
+    met = int(np.sum((line.low <= log.y) & (log.y <= line.high)))
+    return (
+        f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
+        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval. {inside}".strip(),
+        missed,
+    )
 
 
-def _matching_batch(published: Layer) -> str:
-    """Returns a sentence with the batches at which the model gives the paper's numbers."""
+def _scaling_notes(kind: str, published: Layer) -> list[str]:
+    if kind == "weak":
+        return ["Batches per replica of the authors' scripts (320 and 512 sequences)."]
     batches = [
         float(np.interp(y, layer.y, layer.x)) for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
     ]
-    return f" The model gives them at {batches[0]:,.0f} and {batches[1]:,.0f} sequences a step."
+    return [
+        "The paper's batch of 8,000 is remembered, not read, as is where its curve starts; here at one replica.",
+        f"The model gives the paper's numbers at {batches[0]:,.0f} and {batches[1]:,.0f} sequences a step.",
+        "LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs.",
+    ]

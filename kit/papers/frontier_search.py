@@ -1,5 +1,6 @@
 """Frontier, section IV: the hyperparameter search over layouts, on the model and with real runs at demo scale."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from kit.papers.frontier_model import calibration, layouts_of, model_error, pape
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import BLUE, VERMILION, Rows, figure_style
+from kit.style import BLUE, VERMILION, Rows, new_figure
 
 NUM_TRIALS = 60
 SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
@@ -44,20 +45,23 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """
     panels = {name: [_trial_layer(name), _best_layer(name)] for name in SPACES}
     searches = demo_searches(runs)
-    demo = [_demo_layers(trials, demo_source([folder])) for folder, trials in searches.items()]
-    with figure_style() as plt:
-        columns = len(panels) + len(demo)
-        figure, axes = plt.subplots(2, columns, figsize=(min(9.0, 3.3 * columns), 3.9), height_ratios=(9, 1),
-                                    sharex="col")  # fmt: skip
-        for (axis, below), (name, layers) in zip(axes.T, panels.items(), strict=False):
+    demo = [_demo_layers(trials, folder) for folder, trials in searches.items()]
+    wide = [f"{letter}{letter}" for letter in "efghijklmnop"[: 2 * len(demo)]]
+    ratios = (9, 1) * (1 + len(demo))
+    with new_figure(";".join(["ac", "bd", *wide]), height=1 + 1.5 * len(ratios), height_ratios=ratios) as (
+        figure,
+        axes,
+    ):
+        places = [(axes[0], axes[2]), (axes[1], axes[3]), *zip(axes[4::2], axes[5::2], strict=True)]
+        for (axis, below), (name, layers) in zip(places, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])
             axis.set(title=f"{name}, {'driver' if name == '1.4B' else 'our'} space: TFLOP/s")
-        for (axis, below), layers, trials in zip(axes.T[len(panels) :], demo, searches.values(), strict=True):
+        for (axis, below), layers, trials in zip(places[len(panels) :], demo, searches.values(), strict=True):
             _draw(axis, below, layers, trials)
             mark_demo_scale(axis)
             axis.set(title="here, real runs: tokens/s")
         everything = [layer for layers in (*panels.values(), *demo) for layer in layers]
-        finish(figure, _search_text(), everything)
+        finish(figure, everything, *_search_caption(), notes=_search_notes())
     rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
     return figure, [*rows, *(row for layers in demo for row in table(layers, panel="demo scale"))]
 
@@ -66,25 +70,28 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns how much each parameter mattered in those searches (mean size of its Shapley value), and the table."""
     panels = {f"{name}: TFLOP/s per GCD": [_importance(name)] for name in SPACES}
     for folder, trials in demo_searches(runs).items():
-        panels[f"{folder.name}: tokens/s"] = [_demo_importance(trials, demo_source([folder]))]
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.4 * len(panels)), 2.9), squeeze=False)
-        for axis, (title, [layer]) in zip(axes[0], panels.items(), strict=True):
+        panels[f"{folder.name}: tokens/s"] = [_demo_importance(trials, folder)]
+    bars = [len(layer.y) for [layer] in panels.values()]
+    height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
+    with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (figure, axes):
+        for axis, (title, [layer]) in zip(axes[:, 0], panels.items(), strict=True):
             colour = DEMO_COLOURS[0] if layer.kind == "measured" else BLUE
-            bars = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
-            axis.bar_label(bars, fmt="%.4g", padding=3, fontsize=7.5)
+            drawn = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
+            axis.bar_label(drawn, fmt="%.4g", padding=3)
             axis.set_yticks(range(len(layer.y)), [name.replace("_", " ") for name in layer.names])
             axis.set(title=title, xlim=(0, 1.25 * max(layer.y.max(), 1e-9)))
             axis.invert_yaxis()
             axis.grid(visible=False)
             if layer.scale == "demo":
                 mark_demo_scale(axis)
-        text = (
-            "Mean size of each parameter's exact Shapley value over the trials; a failed trial counts as the worst "
-            "that succeeded. The paper's own ranking is remembered only, so it is not drawn."
-        )
         everything = [layer for layers in panels.values() for layer in layers]
-        finish(figure, text, everything)
+        finish(
+            figure,
+            everything,
+            "How much each parameter mattered: mean size of its Shapley value.",
+            misses="The paper's own ranking is remembered only, so it is not drawn.",
+            notes=["Shapley values are exact, over the trials; a failed trial counts as the worst that succeeded."],
+        )
     return figure, [row for title, layers in panels.items() for row in table(layers, panel=title)]
 
 
@@ -145,9 +152,10 @@ def _importance(name: str) -> Layer:
     return _importance_layer("modelled", name, sensitivity(trials, grid).importance, _unit(name), model_error())
 
 
-def _demo_importance(trials: Trials, source: str) -> Layer:
-    source = f"{source}; a random forest fitted to the trials"
-    return _importance_layer("measured", "this machine", sensitivity(trials).importance, 1.0, source)
+def _demo_importance(trials: Trials, folder: Path) -> Layer:
+    source = f"{demo_source([folder])}; a random forest fitted to the trials"
+    layer = _importance_layer("measured", "this machine", sensitivity(trials).importance, 1.0, source)
+    return dataclasses.replace(layer, runs=(folder.name,))
 
 
 def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float, source: str) -> Layer:
@@ -158,11 +166,11 @@ def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit:
                  scale="paper" if kind == "modelled" else "demo", names=tuple(shown))  # fmt: skip
 
 
-def _demo_layers(trials: Trials, source: str) -> list[Layer]:
+def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
     x, empty = np.arange(1.0, len(trials.trials) + 1), np.full(len(trials.trials), np.nan)
     return [
-        Layer(kind="measured", label=label, x=x, y=y, low=empty, high=empty, source=source,
-              scale="demo")
+        Layer(kind="measured", label=label, x=x, y=y, low=empty, high=empty, source=demo_source([folder]),
+              scale="demo", runs=(folder.name,))
         for label, y in (("trial", trials.values), ("best so far", trials.best_so_far))
     ]  # fmt: skip
 
@@ -171,7 +179,7 @@ def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> Non
     """Draws trials as dots, the best so far as steps with its interval, and failures in the strip below."""
     dots, best = layers
     colour = DEMO_COLOURS[0] if best.scale == "demo" else BLUE
-    axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, markersize=3.5, label="trial")
+    axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0)
     axis.set_ylim(0, 1.3 * float(np.nanmax([np.nanmax(best.y), np.nan_to_num(best.high).max()])))
@@ -181,20 +189,26 @@ def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> Non
     below.set(yticks=[], ylim=(0, 1), xlabel=f"trial; marks: {failed.sum()} of {len(failed)} failed",
               xlim=(0, len(failed) + 1))  # fmt: skip
     below.grid(visible=False)
+    axis.sharex(below)
+    axis.tick_params(labelbottom=False)
 
 
-def _search_text() -> str:
-    told = []
-    for name in SPACES:
-        trials, grid = _search(name)
-        told.append(f"{name}: {np.isfinite(grid).sum()} of {grid.size:,} layouts fit, the search reached "
-                    f"{np.nanmax(trials.values) / np.nanmax(grid):.0%} of the best")  # fmt: skip
-    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
-    sampler = _search("1.4B")[0].sampler
+def _search_caption() -> tuple[str, str, str]:
+    reached = {name: np.nanmax(trials.values) / np.nanmax(grid) for name in SPACES for trials, grid in [_search(name)]}
     return (
-        f"TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours. A search as the "
-        f"paper did it ({sampler} here; the authors used DeepHyper's CBO); out of memory and layouts "
-        f"that do not divide are failures. {'; '.join(told)}. The first ten trials are random. In the space that is "
-        f"remembered of the paper, {remembered.sum()} of {remembered.size:,} fit. How many of the paper's trials "
-        f"failed, and its best layout, could not be read."
+        "Trials of a search as the paper did it, and the best so far.",
+        f"It reaches {', '.join(f'{share:.0%} of the best at {name}' for name, share in reached.items())}.",
+        "The paper's failures and its best layout could not be read.",
     )
+
+
+def _search_notes() -> list[str]:
+    fits = [f"{name} {np.isfinite(grid).sum()} of {grid.size:,}" for name in SPACES for _, grid in [_search(name)]]
+    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
+    return [
+        "TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours.",
+        f"Layouts that fit: {'; '.join(fits)}. In the space that is remembered of the paper, {remembered.sum()} of "
+        f"{remembered.size:,} do. What runs out of memory or does not divide is a failure.",
+        f"The sampler here is {_search('1.4B')[0].sampler}; the authors used DeepHyper's CBO. The first ten trials are "
+        f"random.",
+    ]

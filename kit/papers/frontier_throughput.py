@@ -20,7 +20,7 @@ from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from kit.style import Rows, figure_style
+from kit.style import Rows, new_figure
 
 MODEL = "gpt-22b"
 TENSOR = (1, 2, 4, 8, 16)
@@ -31,37 +31,42 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}
 """Fields of the demo-scale runs that these figures show: one replica."""
 NOT_PUBLISHED = "The paper's own points could not be read, so none are drawn."
+NAMES = {"tensor_parallel": "tensor parallel", "num_microbatches": "micro-batches", "pipeline_parallel": "stages"}
 
 
 def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against tensor parallelism at constant pipeline and micro-batches, and its table."""
     model = _modelled("22B, 8 stages, 128 micro-batches", TENSOR, tensor_plans())
-    text = f"{NOT_PUBLISHED} A node has 8 GCDs: beyond, all-reduces cross the network."
+    caption = ("Throughput of 22B as each layer is split over more GCDs.",
+               "It falls, as the paper observes; a node has 8 of them.")  # fmt: skip
     fields = ALONE | {"pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
-    return _figure([model], runs, fields, "tensor_parallel", text, ticks=TENSOR)
+    return _figure([model], runs, fields, "tensor_parallel", caption, ticks=TENSOR)
 
 
 def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against pipeline stages, batch fixed and micro-batches per stage fixed, and its table."""
     fixed, scaled = pipeline_plans()
     models = [_modelled("64 micro-batches", STAGES, fixed), _modelled(f"{PER_STAGE} per stage", STAGES, scaled)]
-    text = f"{NOT_PUBLISHED} 22B, TP 2. With micro-batches per stage constant it falls since one stage has all logits."
+    caption = ("Throughput of 22B, TP 2, by pipeline stages, at two ways to set the batch.",
+               "It falls at a fixed batch, and less at fixed micro-batches per stage.")  # fmt: skip
     fields = ALONE | {"tensor_parallel": 1}
     scaled_demo = [run for run in select(runs, **fields) if run.plan.num_microbatches == 4 * run.plan.pipeline_parallel]
     demo = [
-        *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "4 sequences a step"),
-        *_demo(scaled_demo, "pipeline_parallel", "4 micro-batches per stage"),
+        *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "batch fixed"),
+        *_demo(scaled_demo, "pipeline_parallel", "4 per stage"),
     ]
-    return _draw([*models, *_paper_scale(runs, "pipeline_parallel")], demo, "pipeline_parallel", text, STAGES)
+    return _draw([*models, *_paper_scale(runs, "pipeline_parallel")], demo, "pipeline_parallel", caption, STAGES,
+                 "At fixed micro-batches per stage it still falls, since one stage has all logits.")  # fmt: skip
 
 
 def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against micro-batches per replica at a constant number of stages, and its table."""
     plans = microbatch_plans()
     model = _modelled("22B, TP 2, 8 stages", COUNTS, plans)
-    text = f"{NOT_PUBLISHED} The bubble, (p - 1) of (m + p - 1) slots, shrinks as m grows."
+    caption = ("Throughput of 22B by micro-batches of one replica.",
+               "It rises as the bubble, (p - 1) of (m + p - 1) slots, shrinks.")  # fmt: skip
     fields = ALONE | {"pipeline_parallel": 2, "tensor_parallel": 1}
-    return _figure([model], runs, fields, "num_microbatches", text, ticks=COUNTS)
+    return _figure([model], runs, fields, "num_microbatches", caption, ticks=COUNTS)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------
@@ -106,36 +111,39 @@ def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
 
 
 def _figure(
-    models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, text: str, ticks: Sequence[int]
+    models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, caption: tuple[str, str], ticks: Sequence[int]
 ) -> tuple[Any, Rows]:
-    demo = _demo(select(runs, **fields), name, "this machine, a process a core")
-    return _draw([*models, *_paper_scale(runs, name)], demo, name, text, ticks)
+    demo = _demo(select(runs, **fields), name, "this machine")
+    return _draw([*models, *_paper_scale(runs, name)], demo, name, caption, ticks)
 
 
-def _draw(paper: list[Layer], demo: list[Layer], name: str, text: str, ticks: Sequence[int]) -> tuple[Any, Rows]:
+def _draw(
+    paper: list[Layer], demo: list[Layer], name: str, caption: tuple[str, str], ticks: Sequence[int], *notes: str
+) -> tuple[Any, Rows]:
     """Returns one panel at the paper's scale, and beside it one at demo scale where such runs are given."""
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, 2 if demo else 1, figsize=(6.8, 3.5) if demo else (4.8, 3.5), squeeze=False,
-                                    width_ratios=[3, 2] if demo else [1])  # fmt: skip
+    widths = [3, 2] if demo else [1]
+    with new_figure(1, len(widths), height=4.2, squeeze=False, width_ratios=widths) as (figure, axes):
         draw(axes[0, 0], paper)
         top = max(float(np.nanmax(layer.high)) for layer in paper)
-        axes[0, 0].set(ylim=(0, 1.08 * top), title="% of peak per GCD, recomputation counted (HFU)")
+        axes[0, 0].set(ylim=(0, 1.08 * top), title="% of peak per GCD (HFU)")
         _scale_x(axes[0, 0], ticks, name)
         axes[0, 0].set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
         axes[0, 0].legend(loc="lower right" if name == "num_microbatches" else "lower left")
         if demo:
             draw(axes[0, 1], demo)
-            axes[0, 1].set(title="tokens/s per core, this machine")
+            axes[0, 1].set(title="tokens/s per core")
             axes[0, 1].set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in demo))
             _scale_x(axes[0, 1], sorted({int(x) for layer in demo for x in layer.x}), name)
             axes[0, 1].legend(loc="lower right" if name == "num_microbatches" else "lower left")
-        finish(figure, text, [*paper, *demo])
+        notes = ("HFU counts the forward pass that recomputation repeats. Here a process is a core.", *notes)
+        finish(figure, [*paper, *demo], *caption, NOT_PUBLISHED, notes=notes)
     return figure, [*table(paper, panel="paper's scale"), *table(demo, panel="demo scale")]
 
 
 def _scale_x(axis: Any, ticks: Sequence[int], name: str) -> None:
     axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    shown = ticks if len(ticks) <= 6 else ticks[::2]
+    axis.set_xticks(shown, [str(tick) for tick in shown])
     axis.minorticks_off()
     axis.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
-    axis.set_xlabel({"num_microbatches": "micro-batches per replica"}.get(name, name.replace("_", " ")))
+    axis.set_xlabel(NAMES[name])

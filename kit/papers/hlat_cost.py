@@ -35,7 +35,7 @@ from kit.papers.relations import Relation
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.style import GREY, VERMILION, Rows, figure_style
+from kit.style import GREY, VERMILION, Rows, new_figure
 
 Array = np.ndarray
 SHORT = {TRN1: "trn1", P4D: "p4d"}
@@ -50,14 +50,13 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: those of sites with a price lie in the first panel.
     """
-    own = [layer for layer in measured(runs, x=_nodes, y=cost_percent, label="your runs") if layer.scale == "cluster"]
+    own = [layer for layer in measured(runs, x=_nodes, y=cost_percent) if layer.scale == "cluster"]
     panels = {
         "cost": [*(cost_layer(machine, model) for machine in SHORT for model in MODELS), *own],
         "trn1 over p4d": [_said("cost_ratio"), *(accelerator_ratio(model) for model in MODELS)],
         "70B over 7B": [_said("cost_size_ratio"), _benchmark_ratio(), *(size_ratio(machine) for machine in SHORT)],
     }
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, 3, figsize=(9.0, 3.7), width_ratios=(1.5, 1.1, 1.1))
+    with new_figure("aa;bc", height=7.2, height_ratios=(4, 3)) as (figure, axes):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             draw(axis, [layer for layer in layers if not layer.names])
             axis.set(xscale="log", xlabel="nodes", ylim=(0, None))
@@ -72,9 +71,9 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         axes[0].set(yscale="log", ylim=(30, 4000), xlim=(3, 80))
         axes[0].set_yticks((50, 100, 200, 500, 1000, 2000), ("50", "100", "200", "500", "1,000", "2,000"))
         axes[0].minorticks_off()
-        for axis, place in zip(axes, ("center", "lower center", "lower center"), strict=True):
-            axis.legend(loc=place, fontsize=7, ncols=2 if place == "center" else 1)
-        finish(figure, cost_text(), [layer for layers in panels.values() for layer in layers])
+        for axis in axes:
+            axis.legend(loc="center" if axis is axes[0] else "lower left", ncols=2 if axis is axes[0] else 1)
+        finish(figure, [layer for layers in panels.values() for layer in layers], *cost_caption(), notes=cost_notes())
     return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
 
 
@@ -91,22 +90,23 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         Layer.published(rates, label="AWS benchmarks"),
         Layer.modelled("model, fitted to the others", np.arange(float(len(names))), y, low, high,
                        error=trn1_error(), names=names),
-        *(layer for layer in measured(runs, x=lambda run: float(len(names)), y=_rate_per_node, label="your runs")
+        *(layer for layer in measured(runs, x=lambda run: float(len(names)), y=_rate_per_node)
           if layer.scale == "cluster"),
     ]  # fmt: skip
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(6.8, 3.7))
+    with new_figure(height=4.6) as (figure, axis):
         draw(axis, layers)
         axis.set(yscale="log", title="tokens/s of a node, by model and SDK version")
         plain_ticks(axis)
-        axis.set_xticks(range(len(names)), [name.replace(", SDK ", "\n") for name in names], fontsize=7.5)
+        axis.set_xticks(range(len(names)), [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names])
         axis.legend(loc="upper right")
-        text = (
-            "What stands behind the Trainium side of the cost figure: not the paper's numbers, which were not found, "
-            "but AWS's own tables, model and SDK version below. The same model and layout differs by a sixth between "
-            "versions, which no formula of shapes can know."
+        finish(
+            figure,
+            layers,
+            "AWS's own tables of Trainium, on which the cost figure rests.",
+            "Modelled: each is predicted from the others, with a 90 % interval.",
+            "MISSED: the same layout differs by a sixth between versions of the SDK.",
+            notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
         )
-        finish(figure, text, layers)
     return figure, table(layers)
 
 
@@ -170,22 +170,43 @@ def _relation(claim: str, layer: Layer, place: int, said: float) -> Relation:
                     at_least=said * 0.95, at_most=said * 1.05)  # fmt: skip
 
 
-def cost_text() -> str:
-    """Returns what the figure shows, and where the model misses the paper."""
-    missed = [relation for relation in relations() if relation.verdict == "fails"]
+def cost_caption() -> tuple[str, str, str]:
+    """Returns what the figure shows, and how many of the paper's ratios the model meets and misses."""
+    checked = relations()
+    missed: dict[str, list[Relation]] = {}
+    for relation in checked:
+        if relation.verdict == "fails":
+            missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
+    met = len(checked) - sum(map(len, missed.values()))
+    told = [f"{claim}: {found[0].value:.2f} to {found[-1].value:.2f}, {found[0].expected.split(':')[0]} published"
+            for claim, found in missed.items()]  # fmt: skip
+    return (
+        "Cost of 4M tokens; 100 % is 7B on 4 nodes of p4d. Crosses: no memory.",
+        f"{met} of {len(checked)} modelled ratios have the paper's in their interval.",
+        f"MISSED: {'; '.join(told)}." if told else "",
+    )
+
+
+def cost_notes() -> list[str]:
+    """Returns prices, what does not fit, whose layouts are drawn, and each ratio that is missed."""
     plan = trn1_plan("70B", 4)
     used, risk = trn1_risk("70B", plan)
-    told = f"{len(relations()) - len(missed)} of {len(relations())} modelled ratios have the paper's in their interval"
-    if missed:
-        told += ". MISSED: " + "; ".join(f"{r.claim} {r.value:.2g} ({r.low:.2g} to {r.high:.2g})" for r in missed)
-    return (
-        f"100 % is 7B on 4 nodes of p4d, modelled at {np.median(_reference()):.2f} USD; 21.50 and 32.77 USD a "
-        f"node-hour, steps of {BATCH:,} sequences. Crosses: out of memory (risk above {MAX_RISK:.0%}). 70B on 4 nodes: "
-        f"trn1 at TP {plan.tensor_parallel}, PP {plan.pipeline_parallel} would use {used / 1e9:.1f} of 17.2 GB (risk "
-        f"{risk:.0%}; HLAT's PP 8 needs 8 nodes), p4d has no layout that fits. trn1 in HLAT's layouts, p4d in the "
-        f"fastest that the estimator finds, which may be better than what NeMo 23.08 did. The points of the paper's "
-        f"curves could not be read; it says about 60 %, about 10 times, flat. {told}."
+    missed = "; ".join(
+        f"{relation.claim} {relation.value:.2g} ({relation.low:.2g} to {relation.high:.2g})"
+        for relation in relations()
+        if relation.verdict == "fails"
     )
+    return [
+        f"7B on 4 nodes of p4d is modelled at {np.median(_reference()):.2f} USD; 21.50 and 32.77 USD a node-hour, "
+        f"steps of {BATCH:,} sequences.",
+        f"Out of memory is a risk above {MAX_RISK:.0%}. 70B on 4 nodes: trn1 at TP {plan.tensor_parallel}, PP "
+        f"{plan.pipeline_parallel} would use {used / 1e9:.1f} of 17.2 GB (risk {risk:.0%}; HLAT's PP 8 needs 8 nodes), "
+        f"p4d has no layout that fits.",
+        "trn1 in HLAT's layouts, p4d in the fastest that the estimator finds, which may be better than what NeMo 23.08 "
+        "did.",
+        "The points of the paper's curves could not be read; it says about 60 %, about 10 times, flat.",
+        f"Missed, with intervals: {missed or 'none'}.",
+    ]
 
 
 def cost_percent(run: Run) -> Array:
@@ -234,7 +255,7 @@ def _benchmark_ratio() -> Layer:
         for name, small in rates.items()
         if name.startswith("7B") and f"70B{name[2:]}" in rates
     ]
-    return Layer.published(ratios, label="AWS benchmarks (7B on 16)")
+    return Layer.published(ratios, label="AWS (7B on 16)")
 
 
 def _mark_out_of_memory(axis: Any) -> None:
@@ -244,5 +265,4 @@ def _mark_out_of_memory(axis: Any) -> None:
             if plan_of(machine, "70B", nodes) is None:
                 axis.plot(nodes * beside, 0.97, "x", color=VERMILION, transform=axis.get_xaxis_transform())
                 axis.annotate(SHORT[machine], (nodes * beside, 0.95), xycoords=axis.get_xaxis_transform(),
-                              ha="right" if machine == TRN1 else "left", va="top", fontsize=7,
-                              color=VERMILION)  # fmt: skip
+                              ha="right" if machine == TRN1 else "left", va="top", color=VERMILION)  # fmt: skip

@@ -1,5 +1,6 @@
 """HLAT, section V: its tables of quality as printed, with your own scores above them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import eval_reports
 from kit.papers.layers import Layer, Runs, opened, scale_of
-from kit.papers.panels import finish, table_figure
+from kit.papers.panels import paper_table
 from kit.run import Run
-from kit.style import Rows, figure_style
+from kit.style import Rows
 
 SHORT = {
     "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",
@@ -21,8 +22,6 @@ SHORT = {
 }  # fmt: skip
 """Headings of the paper."""
 EMPTY = np.empty(0)
-CAPTION = 0.9
-"""Inches that a caption takes from a small table."""
 
 
 def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -31,7 +30,7 @@ def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         {"made": _made(run), "model": run.name, "size": _size(run.spec.num_params),
          "sequence_length": str(run.spec.sequence_length)} for run in opened(runs)
     ]  # fmt: skip
-    return _table("I", own, "")
+    return _table("I", own, [run["model"] for run in own])
 
 
 def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -40,8 +39,8 @@ def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: run directories, or `EvalReport` files. A column needs all of its data sets in the paper's shots, whole.
     """
-    text = "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: GSM8K, p@: HumanEval."
-    return _compared("II", runs, text)
+    return _compared("II", runs, "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
+                                 "GSM8K, p@: HumanEval.")  # fmt: skip
 
 
 def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -50,16 +49,16 @@ def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: add nothing here; `kit average` makes the mean of checkpoints of your own.
     """
-    return _table("IV", [], "The mean of both checkpoints has the best average.")
+    return _table("IV", [], [], "The mean of both checkpoints has the best average.")
 
 
 def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns Table V, bias and truthfulness, with your own scores above as in `quality_figure`; and its rows."""
-    return _compared("V", runs, "")
+    return _compared("V", runs)
 
 
-def reports(runs: Runs) -> list[tuple[EvalReport, str]]:
-    """Returns the newest report of each run, and reports given as files, each with how it was made.
+def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
+    """Returns the newest report of each run, and reports given as files, each with how it was made and its name.
 
     Args:
         runs: run directories, folders of them, or `EvalReport` files; runs without scores are left out.
@@ -67,11 +66,11 @@ def reports(runs: Runs) -> list[tuple[EvalReport, str]]:
     found = []
     for run in runs:
         if not isinstance(run, Run) and Path(run).is_file():
-            found.append((EvalReport.read(Path(run)), "measured"))
+            found.append((EvalReport.read(Path(run)), "measured", Path(run).name))
             continue
         for each in opened([run]):
             if scored := eval_reports(each):
-                found.append((scored[-1], _made(each)))
+                found.append((scored[-1], _made(each), each.name))
     return found
 
 
@@ -83,23 +82,24 @@ def _made(run: Run) -> str:
     return "measured, demo scale" if scale_of(run) == "demo" else "measured"
 
 
-def _compared(name: str, runs: Runs, text: str) -> tuple[Any, Rows]:
-    own, missing = [], 0
-    for report, made in reports(runs):
+def _compared(name: str, runs: Runs, *notes: str) -> tuple[Any, Rows]:
+    own, missing, found, told = [], 0, reports(runs), list(notes)
+    for report, made, _ in found:
         [row] = compare(report, name).own
         own.append({"made": made, **row})
         missing += not any(row[column] for column in published_table(name).columns)
-    text += " Own rows: 95 % intervals in brackets." if own else ""
+    if own:
+        told.append("Own rows: 95 % intervals in brackets.")
     if missing:
-        text += (
-            f" Reports given: {len(own)}, without a complete column: {missing}; partial scores, other shots and a part "
-            f"of a column's data sets do not count."
-        )
-    return _table(name, own, text)
+        told.append("Partial scores, other shots and a part of a column's data sets do not count.")
+    left = f"Reports without a complete column: {missing} of {len(own)}." if missing else ""
+    return _table(name, own, [title for *_, title in found], left, notes=told)
 
 
-def _table(name: str, own: list[dict[str, str]], text: str) -> tuple[Any, Rows]:
-    """Returns a table of the paper as a picture, own rows first, its oddities in the caption; and its rows."""
+def _table(
+    name: str, own: list[dict[str, str]], runs: list[str], text: str = "", *, notes: Sequence[str] = ()
+) -> tuple[Any, Rows]:
+    """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
     for row in rows:
@@ -108,15 +108,13 @@ def _table(name: str, own: list[dict[str, str]], text: str) -> tuple[Any, Rows]:
     shown = [{SHORT.get(key, key): value for key, value in row.items()} for row in rows]
     layers = [_layer("published", known.source)]
     layers += [_layer("measured", made) for made in dict.fromkeys(row["made"] for row in own)]
-    with figure_style() as plt:
-        figure, _ = table_figure(plt, shown)
-        figure.set_figheight(figure.get_figheight() + CAPTION)
-        finish(figure, " ".join(filter(None, [f"{known.title}, as printed.", text.strip(), *known.notes])), layers)
-    return figure, [{"layer": row["made"].split(",")[0]} | row for row in rows]
+    caption = filter(None, [f"{known.title}, as printed.", text])
+    drawn = paper_table(shown, layers, *caption, notes=[*notes, *known.notes], runs=runs)
+    return drawn, [{"layer": row["made"].split(",")[0]} | row for row in rows]
 
 
 def _layer(kind: Any, source: str) -> Layer:
-    """Returns a layer of no points: what a table's caption needs."""
+    """Returns a layer of no points: what a table's sources need."""
     source = {"measured, demo scale": "this machine, demo scale", "measured": "reports given to the figure"}.get(
         source, source
     )

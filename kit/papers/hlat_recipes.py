@@ -7,11 +7,11 @@ import numpy as np
 from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_model import MODELS, facts
 from kit.papers.layers import Layer, Runs, opened, scale_of, table
-from kit.papers.panels import draw, finish, table_figure
+from kit.papers.panels import draw, finish, pairs, paper_table
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.style import GREY, Rows, figure_style
+from kit.style import GREY, Rows, new_figure
 
 EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"
 SHAPES = {
@@ -30,6 +30,7 @@ RECIPE = {
     "kept_checkpoint_every": "kept checkpoint, every steps", "seed": "seed", "nodes_of_script": "nodes of the script",
     "nodes_at_most": "nodes at most",
 }  # fmt: skip
+DEMO = " (demo scale)"
 STEPS_SHOWN = 60
 """Of a schedule of half a million."""
 
@@ -48,11 +49,9 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
     layers = [Layer.published(facts()["model_num_layers"], label="shapes"),
               Layer.published(facts()["model_sequence_length"], label="sequence length")]  # fmt: skip
-    text = (
-        "As released; sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the script "
-        "raises it. The last four rows are computed from the shapes by the kit."
-    )
-    return _drawn(rows, text, layers, stated=set(SHAPES.values()))
+    caption = "Shapes of both models as released; the last four rows follow from them."
+    note = "Sequences of 4,096 tokens as in Table I, although the configuration files say 2,048: the script raises it."
+    return _drawn(rows, caption, note, layers, stated=set(SHAPES.values()))
 
 
 def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -68,19 +67,19 @@ def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     keys = [f"recipe_{key}" for key in RECIPE]
     layers = [Layer.published([fact], label=fact.series) for fact in facts().facts
               if fact.series in keys and _is_number(fact.value)]  # fmt: skip
-    text = (
-        "As released; where the paper names a value it is the same. The code's group of weights without decay matches "
-        "the name of no weight, so norms decay too. The last three rows are computed by the kit."
+    caption = "Recipe and layout of both models as released; the last three rows follow from them."
+    note = (
+        "Where the paper names a value it is the same. The code's group of weights without decay matches the name of "
+        "no weight, so norms decay too."
     )
-    return _drawn(rows, text, layers, stated=set(RECIPE.values()))
+    return _drawn(rows, caption, note, layers, stated=set(RECIPE.values()))
 
 
-def _drawn(rows: Rows, text: str, layers: list[Layer], *, stated: set[str]) -> tuple[Any, Rows]:
-    """Returns a table as a picture, and its rows with their kind: published where the paper's release states them."""
-    with figure_style() as plt:
-        figure, _ = table_figure(plt, rows)
-        finish(figure, text, layers)
-    return figure, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
+def _drawn(rows: Rows, caption: str, note: str, layers: list[Layer], *, stated: set[str]) -> tuple[Any, Rows]:
+    """Returns a table, and its rows with their kind: published where the paper's release states them."""
+    own = [title.removesuffix(DEMO) for title in rows[0] if title and title not in MODELS]
+    drawn = paper_table(rows, layers, caption, notes=[note], runs=own)
+    return drawn, [{"layer": "published" if row[""] in stated else "computed"} | row for row in rows]
 
 
 def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -98,9 +97,9 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                          *(schedule_layer(model, kind) for kind in ("clamped", "rescaled"))]  # fmt: skip
     own = curves(runs, "learning_rate")
     panels |= {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in own if o.scale == scale])}
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, len(panels), figsize=(min(9.0, 3.3 * len(panels)), 3.3), squeeze=False)
-        for axis, (name, layers) in zip(axes[0], panels.items(), strict=True):
+    mosaic = pairs(len(panels))
+    with new_figure(mosaic, height=2.4 * (1 + mosaic.count(";")) + 1.4) as (figure, axes):
+        for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             if name in MODELS:
                 draw(axis, layers)
                 axis.axvline(1800, color=GREY, linewidth=0.8, linestyle=":")
@@ -108,17 +107,20 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             else:
                 draw_curves(axis, layers)
                 axis.set(title="your runs: learning rate", xlabel="tokens, millions")
+                axis.legend(loc="upper right")
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
-            axis.legend(loc="upper right", fontsize=7.5)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
         end = recipe("7B", "clamped").learning_rate_at(last_step("7B"))
+        floor = _tokens("7B", floor_step("7B"))
         other = recipe("7B", "rescaled").learning_rate_at(last_step("7B"))
-        text = (
-            f"2,000 steps of warm-up, then a cosine over 500,000 steps, of which 1.8 trillion tokens (dotted) are "
-            f"{last_step('7B'):,}. Clamped, as released, meets the floor at "
-            f"{_tokens('7B', floor_step('7B')) / 1e12:.2f} trillion tokens; at the end 7B has "
-            f"{end:.2g}, rescaled {other:.3g}."
+        finish(
+            figure,
+            [layer for layers in panels.values() for layer in layers],
+            "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
+            f"Clamped, as released, it meets its floor at {floor / 1e12:.2f} trillion tokens.",
+            f"At the end 7B has {end:.2g}; rescaled, as others do, it would have {other:.3g}.",
+            notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last_step('7B'):,} steps."],
         )
-        finish(figure, text, [layer for layers in panels.values() for layer in layers])
     return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
 
 
@@ -133,20 +135,26 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     layer = Layer.published(tokens, label="billion tokens")
     whole, part = known.value("mix_whole", "total"), known.value("mix_whole_share", "total")
     stage, begin = known.value("mix_stage", "length"), known.value("mix_stage", "from")
-    with figure_style() as plt:
-        figure, axis = plt.subplots(figsize=(6.8, 2.2))
-        bars = axis.barh(layer.names, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.55)
-        labels = [f"{t.number:g}, {s.number:.1f} %: {t.note}" for t, s in zip(tokens, shares, strict=True)]
-        axis.bar_label(bars, labels, padding=4, fontsize=8)
-        axis.set(xlim=(0, 2.5 * layer.y.max()), title="Table III: billion tokens", xticks=(0, 50, 100))
-        axis.invert_yaxis()
-        axis.grid(visible=False)
-        text = (
-            f"The 70B only, from {begin:g} billion tokens on. {whole:g} billion tokens, said to be {part:g} % of the "
-            f"whole set, so that has {whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over "
-            f"them {stage / whole:.2f} times. Its effect, in the paper's words: about +10 points in math, +5 in code."
+    with new_figure(height=3.6) as (figure, axis):
+        bars = axis.barh(range(len(layer.y)), layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4)
+        axis.bar_label(
+            bars, [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)], padding=4
         )
-        finish(figure, text, [layer])
+        for place, (name, fact) in enumerate(zip(layer.names, tokens, strict=True)):
+            axis.text(0, place - 0.28, f"{name}: {fact.note}", va="bottom")
+        axis.set(xlim=(0, 1.3 * layer.y.max()), ylim=(len(layer.y) - 0.6, -0.8), title="Table III: billion tokens")
+        axis.set(xticks=(0, 50, 100), yticks=())
+        axis.grid(visible=False)
+        finish(
+            figure,
+            [layer],
+            f"Data of the 70B from {begin:,g} billion tokens on, read {stage / whole:.2f} times.",
+            "Its effect, in the paper's words: about +10 points in math, +5 in code.",
+            notes=[
+                f"{whole:g} billion tokens are said to be {part:g} % of the whole set, so that has "
+                f"{whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over them."
+            ],
+        )
     rows = [row | {"share": share.number, "of": share.note}
             for row, share in zip(table([layer]), shares, strict=True)]  # fmt: skip
     return figure, rows
@@ -215,7 +223,7 @@ def _is_number(text: str) -> bool:
 
 
 def _title(run: Run) -> str:
-    return f"{run.name} (demo scale)" if scale_of(run) == "demo" else run.name
+    return run.name + (DEMO if scale_of(run) == "demo" else "")
 
 
 def _rows(columns: dict[str, dict[str, str]]) -> Rows:

@@ -10,19 +10,18 @@ from kit.evaluate.hlat import published_table
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.papers.hlat_model import facts
 from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
-from kit.papers.panels import draw, finish
+from kit.papers.panels import draw, finish, pairs
 from kit.run import Run
-from kit.style import GREY, Rows, figure_style
+from kit.style import GREY, Rows, new_figure
 
 PANELS = {
-    "mmlu": "MMLU", "commonsense": "common sense, 6 tasks", "world_knowledge": "world knowledge", "reading": "BoolQ",
+    "mmlu": "MMLU", "commonsense": "common sense", "world_knowledge": "world knowledge", "reading": "BoolQ",
     "math": "GSM8K", "code": "HumanEval",
 }  # fmt: skip
 """Of both figures, (a) to (f)."""
 IN_WORDS = {
-    "7B": "In words: common sense rises fast, then saturates; world knowledge grows almost with tokens, at any number "
-    "of shots; math stays flat until about 1 trillion tokens.",
-    "70B": "In words: math, code and MMLU jump after 1.4 trillion tokens (dotted), where the data changes (Table III).",
+    "7B": "In words: common sense saturates, math stays flat until about 1 trillion.",
+    "70B": "In words: math, code and MMLU jump after 1.4 trillion (dotted; Table III).",
 }
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
@@ -80,7 +79,7 @@ def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale:
     if curve.partial.any():
         source += "; a part of the items"
     return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=low, high=high,
-                 source=source, scale=scale, joined=True)  # fmt: skip
+                 source=source, scale=scale, joined=True, runs=(label.split(": ")[0],))  # fmt: skip
 
 
 def _point(column: str, tokens: float, value: float, source: str) -> Fact:
@@ -96,38 +95,60 @@ def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
         for name, layers in score_layers(run, 1e6 if is_demo else 1e9).items():
             (demo if is_demo else panels).setdefault(name, []).extend(layers)
         chances |= {f"{curve.name}, {curve.metric.replace('_', ' ')}": 100 * curve.chance for curve in eval_curve(run)}
-    lines = 2 + -(-len(demo) // 3) + -(-(len(panels) - len(PANELS)) // 3)
-    with figure_style() as plt:
-        figure, axes = plt.subplots(lines, 3, figsize=(8.4, 1.75 * lines + 0.4))
-        places = list(axes.flat)
-        for number, (name, layers) in enumerate([*panels.items(), *demo.items()]):
-            axis = places[number]
+    curves = {name: layers for name, layers in (panels | demo).items() if any(layer.joined for layer in layers)}
+    mosaic = pairs(len(curves), under_one=True)
+    lines = mosaic.count(";")
+    with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (figure, places):
+        _draw_end_points(places[0], panels)
+        for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
             shown = layers if name in PANELS else [dataclasses.replace(layer, label=_run_of(layer)) for layer in layers]
             draw(axis, shown)
-            _label(axis, name, number, model)
+            _label(axis, name, model)
             if np.isfinite(chances.get(name, np.nan)):
                 axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
             if len(layers) > 1:
-                axis.legend(fontsize=6.5, loc="best")
-        for axis in places[len(panels) + len(demo) :]:
-            axis.set_axis_off()
+                axis.legend(loc="best")
         everything = [layer for layers in (*panels.values(), *demo.values()) for layer in layers]
-        finish(figure, _text(model, bool(demo)), everything)
+        finish(
+            figure,
+            everything,
+            f"Scores of the {model}: its last checkpoints" + (", and those of runs by tokens." if curves else "."),
+            IN_WORDS[model],
+            "The points of the paper's curves could not be read.",
+            notes=_notes(model, bool(demo)),
+        )
     rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
     return figure, [*rows, *(row for name, layers in demo.items() for row in table(layers, panel=f"here: {name}"))]
 
 
-def _label(axis: Any, name: str, number: int, model: str) -> None:
+def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
+    """Draws what is published of all panels, a line each: the scores of the last checkpoints."""
+    published = [(name, layer) for name, layers in panels.items() for layer in layers if layer.kind == "published"]
+    names = [
+        PANELS[name] + (f" {layer.label.removeprefix('pass')}" if name == "code" else "") for name, layer in published
+    ]
+    for marker, tokens in zip("os", sorted({x for _, layer in published for x in layer.x}, reverse=True), strict=False):
+        points = [(y, place) for place, (_, layer) in enumerate(published)
+                  for x, y in zip(layer.x, layer.y, strict=True) if x == tokens]  # fmt: skip
+        axis.plot(*zip(*points, strict=True), marker, color=GREY, markerfacecolor="white", markersize=8,
+                  markeredgewidth=1.5, label=f"at {tokens:,.0f} billion tokens")  # fmt: skip
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xlim=(0, 100), title="published, %")
+    axis.invert_yaxis()
+    axis.grid(visible=True, axis="both")
+    axis.figure.legend(loc="outside upper left", ncols=2)
+
+
+def _label(axis: Any, name: str, model: str) -> None:
     if name in PANELS:
-        axis.set(xlim=(0, 1900), title=f"({'abcdef'[number]}) {PANELS[name]}, %")
+        axis.set(xlim=(0, 1900), title=f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %")
         low, high = (facts().value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
         margin = 0.08 * (high - low)
         bottom, top = axis.get_ylim()  # of the points; the paper's panel shows at least its own ticks
         axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
         if model == "70B":
             axis.axvline(facts().value("mix_stage", "from"), color=GREY, linewidth=0.8, linestyle=":")
-        if number >= 3:
-            axis.set_xlabel("tokens, billions")
+        axis.set_xlabel("tokens, billions")
     else:
         axis.set(title=f"here: {name}", xlabel="tokens, millions")
 
@@ -136,13 +157,11 @@ def _run_of(layer: Layer) -> str:
     return layer.label.split(": ")[0]
 
 
-def _text(model: str, has_demo: bool) -> str:
-    here = (
-        " Below: checkpoints of runs on this machine, scored by the same harness; bars are 95 % intervals, dotted is "
-        "guessing. Bits per byte: less is better."
-    )
-    return (
-        f"The points of the curves could not be read; hollow: its last checkpoints, from its tables; axes "
-        f"as in the paper. "
-        f"{IN_WORDS[model]}{here if has_demo else ''}"
-    )
+def _notes(model: str, has_demo: bool) -> list[str]:
+    notes = ["The last checkpoints are from the paper's tables, the axes as in its panels."]
+    if model == "7B":
+        notes.append("In words, too: world knowledge grows almost with tokens, at any number of shots.")
+    if has_demo:
+        notes.append("Runs of this machine are scored by the same harness; bars are 95 % intervals, dotted is "
+                     "guessing. Bits per byte: less is better.")  # fmt: skip
+    return notes

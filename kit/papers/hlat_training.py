@@ -1,5 +1,6 @@
 """HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all of it measured here."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,16 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.monitor.figure import smooth
+from kit.monitor.figure import EMA_STEPS, smooth
 from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import facts
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import finish, mark_demo_scale
 from kit.spikes import spikes
-from kit.style import BLUE, GREY, PURPLE, VERMILION, Rows, figure_style
+from kit.style import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, new_figure
 
-ARM_COLOURS = ("#555555", BLUE, PURPLE, "#8A7A00", VERMILION)
+ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)
 Steps = list[dict[str, Any]]
 
 
@@ -33,10 +34,9 @@ def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     panels = {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in found if o.scale == scale])}
     if not panels:
         raise ConfigError(f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run DIRECTORY).")
-    with figure_style() as plt:
-        figure, axes = plt.subplots(1, len(panels), figsize=(5.4 + 3.0 * (len(panels) - 1), 3.2), squeeze=False)
+    with new_figure(len(panels), height=2.8 * len(panels) + 0.6, squeeze=False) as (figure, axes):
         count = 0
-        for axis, layers in zip(axes[0], panels.values(), strict=True):
+        for axis, layers in zip(axes[:, 0], panels.values(), strict=True):
             draw_curves(axis, layers, linewidth=1.1)
             for layer in layers:
                 rows = [row for row, _ in spikes(layer.y)]
@@ -44,8 +44,12 @@ def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
             axis.set(title="training loss, nats per token", xlabel="tokens, millions")
             axis.legend(loc="upper right")
-        text = f"Steps that the kit's alerts call a spike: {count} (crosses). The paper's own curve could not be read."
-        finish(figure, text, found)
+        finish(
+            figure,
+            found,
+            "Training loss of your runs; crosses: what the kit's alerts call a spike.",
+            f"Spikes: {count}. The paper's own curve could not be read.",
+        )
     return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
 
 
@@ -59,8 +63,7 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         ConfigError: there is none.
     """
     arms, training, held_out = _study(runs, SPIKES, "demo_spikes")
-    with figure_style() as plt:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+    with new_figure(1, 2, height=4.3) as (figure, (left, right)):
         for number, name in enumerate(arms):
             style = {"color": ARM_COLOURS[number], "linestyle": (0, (4, 2)) if name == "no spike" else "-"}
             width = 3.2 if name == "skip" else 1.2  # roll back lies on it
@@ -76,10 +79,10 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             mark_demo_scale(axis)
         shown = np.concatenate([layer.y[layer.x > begin - 45] for layer in held_out.values()])
         right.set_ylim(shown.min() - 0.1, shown.max() + 0.1)
-        left.set_title("(a) training loss, nats per token")
-        right.set_title("(b) the same on held-out text")
-        right.legend(loc="upper right")
-        finish(figure, _spike_text(arms), [*training.values(), *held_out.values()])
+        left.set_title("(a) loss, nats per token")
+        right.set_title("(b) on held-out text")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=5)
+        finish(figure, [*training.values(), *held_out.values()], *_spike_caption(arms), notes=_spike_notes(arms))
     return figure, _rows(training, held_out)
 
 
@@ -93,8 +96,7 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         ConfigError: there is none.
     """
     _, training, held_out = _study(runs, PRECISION, "demo_precision")
-    with figure_style() as plt:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.4))
+    with new_figure(1, 2, height=4.5) as (figure, (left, right)):
         for number, name in enumerate(training):
             style = {"color": ARM_COLOURS[number], "linewidth": (4.0, 2.4, 1.4, 0.9)[number]}  # they lie on each other
             left.plot(training[name].x, smooth(training[name].y), label=name, **style)
@@ -102,18 +104,19 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for axis in (left, right):
             axis.set_xlabel("step")
             mark_demo_scale(axis)
-        left.set_title("(a) training loss, average of about 20 steps")
-        right.set_title("(b) held-out loss less that of fp32")
+        left.set_title("(a) loss, nats per token")
+        right.set_title("(b) held-out, less fp32's")
         right.axhline(0, color=GREY, linewidth=0.8)
-        left.legend(loc="upper right")
-        said = "; ".join(f"{fact.x}: {fact.value}" for fact in facts()["precision_outcome"])
-        ends = "; ".join(f"{name} {layer.y[-1]:.3f}" for name, layer in held_out.items())
-        text = (
-            f"The same weights and data in each, with the learning rates of HLAT's 7B. Held-out loss at the end: "
-            f"{ends}. Rounding is that of weights and moments, once a step; on Trainium every result is. The paper, in "
-            f"words: {said}."
+        figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
+        _, master, pure, stochastic = (f"{layer.y[-1] - held_out['fp32'].y[-1]:+.3f}" for layer in held_out.values())
+        finish(
+            figure,
+            [*training.values(), *held_out.values()],
+            "A small model with the same weights and data in each precision.",
+            f"At the end, over fp32: master {master}, pure {pure}, stochastic {stochastic}.",
+            "MISSED: rounding is once a step here, at every result on Trainium.",
+            notes=_precision_notes(held_out),
         )
-        finish(figure, text, [*training.values(), *held_out.values()])
     return figure, _rows(training, held_out)
 
 
@@ -134,16 +137,35 @@ def worst_after(arms: dict[str, Steps]) -> dict[str, float]:
     }
 
 
-def _spike_text(arms: dict[str, Steps]) -> str:
-    worst, last = worst_after(arms), last_losses(arms)
+def _spike_caption(arms: dict[str, Steps]) -> tuple[str, str, str]:
+    worst = worst_after(arms)
     garbled = sum(row["stands_out"] for row in arms["skip"])
-    told = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
+    told = ", ".join(f"{name} {worst[name]:.2f}" for name in arms if name != "no spike")
     return (
-        f"{garbled} batches of random tokens make the spike (grey). Answers: "
-        f"skip steps whose loss stands out; roll back to a checkpoint and leave out the data since (as PaLM); a lower "
-        f"learning rate from then on (as OPT). Held-out loss, highest and last: {told}. The paper's own spikes, if it "
-        f"had any, could not be read."
+        f"{garbled} batches of random tokens (grey) make a spike; four answers to it.",
+        f"Worst held out: {told}.",
+        "The paper's own spikes, if it had any, could not be read.",
     )
+
+
+def _spike_notes(arms: dict[str, Steps]) -> list[str]:
+    worst, last = worst_after(arms), last_losses(arms)
+    told = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
+    return [
+        "Answers: skip steps whose loss stands out; roll back to a checkpoint and leave out the data since (as PaLM); "
+        "a lower learning rate from then on (as OPT).",
+        f"Held-out loss, highest and last: {told}.",
+    ]
+
+
+def _precision_notes(held_out: dict[str, Layer]) -> list[str]:
+    said = "; ".join(f"{fact.x}: {fact.value}" for fact in facts()["precision_outcome"])
+    ends = "; ".join(f"{name} {layer.y[-1]:.3f}" for name, layer in held_out.items())
+    return [
+        f"Learning rates of HLAT's 7B. (a) is an average of about {EMA_STEPS} steps.",
+        f"Held-out loss at the end: {ends}.",
+        f"The paper, in words: {said}.",
+    ]
 
 
 def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict[str, Layer], dict[str, Layer]]:
@@ -156,8 +178,9 @@ def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict
         )
     arms, source = json.loads((folders[0] / name).read_text()), demo_source(folders[:1])
     training, held_out = (
-        {arm: _layer(arm, rows, column, source) for arm, rows in arms.items()} for column in ("loss", "validation_loss")
-    )
+        {arm: dataclasses.replace(_layer(arm, rows, column, source), runs=(folders[0].name,))
+         for arm, rows in arms.items()} for column in ("loss", "validation_loss")
+    )  # fmt: skip
     return arms, training, held_out
 
 

@@ -1,7 +1,7 @@
 """The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what was measured.
 
 A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes its layers, draws each
-panel with `draw(axis, layers)` and ends with `finish(figure, text, layers)`, both of `panels.py`, and returns
+panel with `draw(axis, layers)` and ends with `finish(figure, layers, ...)`, both of `panels.py`, and returns
 `table(layers)`, or rows of its own, each with a key `layer`:
 
     facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
@@ -9,10 +9,9 @@ panel with `draw(axis, layers)` and ends with `finish(figure, text, layers)`, bo
         layers = [Layer.published(facts["final_loss"], label="paper"),           # hollow grey markers
                   Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
                   *measured(runs, x=tokens, y=final_loss)]                       # filled markers, demo scale marked
-        with figure_style() as plt:
-            figure, axis = plt.subplots()
+        with new_figure(height=3) as (figure, axis):
             draw(axis, layers)
-            finish(figure, "What is seen. What is missed.", layers)
+            finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
         return figure, table(layers)
 
 Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is never drawn as
@@ -43,6 +42,7 @@ WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOAD = "load.json"
 """Beside demo-scale runs: how busy the machine was before the first of them."""
+YOURS = "your runs"
 QUIET_LOAD = 1.5
 """Processes at work besides; with more, measured times mean little."""
 
@@ -135,6 +135,8 @@ class Layer:
     """Of the points, where x is only a place on the axis."""
     joined: bool = False
     """Measured points are joined by a line."""
+    runs: tuple[str, ...] = ()
+    """Names of the run directories that measured points come from, one a point or one for all."""
 
     @classmethod
     def published(cls, facts: Sequence[Fact], *, label: str, names: Sequence[str] = (), scale: float = 1.0) -> Self:
@@ -191,12 +193,14 @@ class Layer:
         return cls(kind="modelled", label=label, x=x, y=y, low=low, high=high, source=error, names=tuple(names))
 
     def rows(self) -> Rows:
-        """Returns one row per point: layer, series, scale, x, y, low, high, source."""
+        """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run of a measured one."""
         names = self.names or [None] * len(self.x)
+        runs = [{"run": name} for name in self.runs] or [{}]
         return [
             {"layer": self.kind, "series": self.label, "scale": self.scale, "x": name or float(x), "y": float(y),
-             "low": float(low), "high": float(high), "source": self.source}
-            for x, y, low, high, name in zip(self.x, self.y, self.low, self.high, names, strict=True)
+             "low": float(low), "high": float(high), "source": self.source} | run
+            for x, y, low, high, name, run in zip(
+                self.x, self.y, self.low, self.high, names, runs * (len(self.x) // len(runs)), strict=True)
         ]  # fmt: skip
 
 
@@ -259,7 +263,7 @@ def measured(
     *,
     x: Callable[[Run], float],
     y: Callable[[Run], np.ndarray],
-    label: str = "your runs",
+    label: str = YOURS,
     line: bool = False,
 ) -> list[Layer]:
     """Returns measured points, a layer for demo scale and one for clusters, those that there are.
@@ -270,7 +274,7 @@ def measured(
         runs: run directories; runs with too few steps, or for which x or y is NaN, are left out.
         x: place of a run on the axis.
         y: of each of its steps.
-        label: for the legend and the table.
+        label: for the legend and the table; without one, a single run is called by its name.
         line: points of one layer are joined.
     """
     layers = []
@@ -284,13 +288,14 @@ def measured(
                 points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
         if points:
             points.sort()
+            names = [str(point[4]) for point in points]
             places, middle, low, high = (np.array(column) for column in zip(*(p[:4] for p in points), strict=True))
             where = "run directories given to the figure"
             if scale == "demo":
                 where = demo_source({run.directory.parent for run in runs if scale_of(run) == "demo"})
             layers.append(
-                Layer(kind="measured", label=label, x=places, y=middle, low=low,
-                      high=high, source=where, scale=scale, joined=line)
+                Layer(kind="measured", label=label if len(names) > 1 or label != YOURS else names[0], x=places,
+                      y=middle, low=low, high=high, source=where, scale=scale, joined=line, runs=tuple(names))
             )  # fmt: skip
     return layers
 

@@ -1,25 +1,27 @@
-"""Drawing of layers: one panel, its caption with the sources, and tables as pictures."""
+"""Drawing of layers: one panel, the caption and notes of a figure, and what a paper prints as a table."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from cluster.record import ConfigError
 from kit.papers.layers import Layer
-from kit.style import BLUE, GREEN, GREY, PURPLE, VERMILION, Rows
+from kit.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows
+from kit.table import Table
 
-COLOURS = (BLUE, VERMILION, GREEN, "#555555")
-DEMO_COLOURS = (PURPLE, "#8A7A00")
+COLOURS = (BLUE, VERMILION, GREEN, SLATE)
+DEMO_COLOURS = (PURPLE, OLIVE)
 """Of what was measured at demo scale, and of nothing else."""
 MARKERS = "osD^vP"
 BESIDE = 0.14
 """Distance between layers at a place that is only a name."""
 MARKED = 20
 """Points of a line that have a marker each; more of them are a curve."""
-CHARACTERS_PER_INCH = 19.5
-"""Of a caption: 7.2 pt sans."""
+LINE = 74
+"""Characters of a line of a caption."""
+LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
 
 
 def draw(axis: Any, layers: Sequence[Layer]) -> None:
@@ -36,7 +38,7 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
     for layer in layers:
         if layer.kind == "published":
             axis.plot(layer.x, layer.y, MARKERS[hollow.index(layer)], color=GREY, markerfacecolor="white",
-                      markersize=7, markeredgewidth=1.4, zorder=5, label=layer.label, clip_on=False)  # fmt: skip
+                      markersize=8, markeredgewidth=1.5, zorder=5, label=layer.label, clip_on=False)  # fmt: skip
             continue
         number = solid.index(layer)
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
@@ -44,74 +46,79 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
         joined = layer.joined if layer.kind == "measured" else not layer.names
         if layer.kind == "modelled" and joined:
             few = len(layer.x) <= MARKED
-            axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker if few else None, markersize=3)
+            axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker if few else None, markersize=4)
             if np.isfinite(layer.low).any():
-                axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.15, linewidth=0)
+                axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0)
             continue
         beside = BESIDE * (number + 1) if layer.names else 0.0
         spread = np.stack([layer.y - layer.low, layer.high - layer.y])
         axis.errorbar(layer.x + beside, layer.y, yerr=spread, fmt=f"{marker}-" if joined else marker, color=colour,
-                      capsize=2, markersize=5, label=layer.label, zorder=4)  # fmt: skip
+                      capsize=2, markersize=6, label=layer.label, zorder=4)  # fmt: skip
     if "demo" in kinds:
         mark_demo_scale(axis)
 
 
 def mark_demo_scale(axis: Any) -> None:
     """Writes `demo scale` across a panel whose numbers were measured on this machine."""
-    axis.text(0.5, 0.5, "demo scale", transform=axis.transAxes, ha="center", va="center", rotation=18, fontsize=26,
+    axis.text(0.5, 0.5, "demo scale", transform=axis.transAxes, ha="center", va="center", rotation=18, fontsize=22,
               color=DEMO_COLOURS[0], alpha=0.15, zorder=0, weight="bold")  # fmt: skip
 
 
-def finish(figure: Any, text: str, layers: Sequence[Layer]) -> None:
-    """Writes the caption below a figure: what is seen, then each layer with its source.
+def pairs(count: int, *, under_one: bool = False) -> str:
+    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide.
 
     Args:
-        figure: with constrained layout, which makes room for it.
-        text: what the figure shows, and where the model misses a published value.
-        layers: all of its panels.
+        count: of panels.
+        under_one: another one above them, as wide as two.
     """
+    names = "abcdefghijklmnopqrstuvwxyz"[: count + under_one]
+    rows = [names[0] * 2] if under_one else []
+    rows += [names[i : i + 2] if i + 1 < len(names) else names[i] * 2 for i in range(len(rows), len(names), 2)]
+    return ";".join(rows)
+
+
+def finish(
+    figure: Any, layers: Sequence[Layer], shows: str, holds: str = "", misses: str = "", *, notes: Sequence[str] = ()
+) -> None:
+    """Writes the caption below a figure, three lines at most, and gives it the notes of where each layer comes from.
+
+    Args:
+        figure: of `kit.style.new_figure`, whose constrained layout makes room for the caption.
+        layers: all of its panels.
+        shows: what is drawn.
+        holds: what is seen, or which published values the model meets.
+        misses: where it misses them, or what could not be read.
+        notes: fits, assumptions and numbers that are not in the picture.
+    """
+    parts = [textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part]
+    figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
+    figure.notes = (*notes, *sources(layers))
+    figure.runs = frozenset(name for layer in layers for name in layer.runs)
+
+
+def sources(layers: Sequence[Layer]) -> list[str]:
+    """Returns a sentence for each source of some layers, which says what comes from it."""
     said: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         said.setdefault((layer.kind, layer.source), []).append(layer.label)
-    lead = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
-    sentences = [f"{lead[kind]}: {source}." for kind, source in said]
-    width = int(CHARACTERS_PER_INCH * figure.get_figwidth())
-    whole = " ".join([text, *sentences]).replace("..", ".")
-    caption = textwrap.fill(whole, width, break_on_hyphens=False)
-    figure.supxlabel(caption, x=0.005, ha="left", fontsize=7.2, color="#444444")
+    return [
+        f"{LEAD[kind]} ({', '.join(dict.fromkeys(labels))}): {source}.".replace("..", ".")
+        for (kind, source), labels in said.items()
+    ]
 
 
-def caption(figure: Any) -> str:
-    """Returns the caption of a figure, on one line."""
-    return figure.get_supxlabel().replace("\n", " ")
-
-
-def table_figure(plt: Any, rows: Rows, *, size: float = 8) -> tuple[Any, Any]:
-    """Returns (figure, axis) of a table drawn as a picture, for what a paper prints as one.
+def paper_table(
+    rows: Rows, layers: Sequence[Layer], *caption: str, notes: Sequence[str] = (), runs: Iterable[str] = ()
+) -> Table:
+    """Returns what a paper prints as a table, with its caption and, as notes, its sources.
 
     Args:
-        plt: from `figure_style`.
         rows: all with the same keys; values are shown as they are.
-        size: of the text in points.
+        layers: whose sources are told.
+        caption: as in `finish`.
+        notes: as in `finish`.
+        runs: names of the reader's own runs in it.
     """
-    columns = list(rows[0])
-    cells = [["" if row[name] is None else str(row[name]) for name in columns] for row in rows]
-    longest = [max(1.4 * len(name), *(len(line[i]) for line in cells)) + 2 for i, name in enumerate(columns)]  # bold
-    is_text = [not all(line[i][:1].isdigit() or line[i] in ("", "-") for line in cells) for i in range(len(columns))]
-    figure, axis = plt.subplots(figsize=(0.0077 * size * sum(longest), 0.032 * size * (len(rows) + 1)))
-    axis.set_axis_off()
-    drawn = axis.table(cellText=cells, colLabels=columns, colWidths=[n / sum(longest) for n in longest],
-                       bbox=(0, 0, 1, 1))  # fmt: skip
-    drawn.auto_set_font_size(False)
-    drawn.set_fontsize(size)
-    for (line, column), cell in drawn.get_celld().items():
-        cell.visible_edges = "B" if line == 0 else ""
-        cell.set_edgecolor(GREY)
-        cell.set_text_props(ha="left" if is_text[column] else "right")
-        cell._loc = "left" if is_text[column] else "right"  # matplotlib has no public name for one column's side
-        cell.PAD = 0.6 / longest[column]
-        if line == 0:
-            cell.set_text_props(weight="bold", color="#333333")
-        elif line % 2 == 0:
-            cell.set_facecolor("#F4F4F4")
-    return figure, axis
+    table = Table(rows, " ".join(caption), (*notes, *sources(layers)))
+    table.runs = frozenset(runs)
+    return table

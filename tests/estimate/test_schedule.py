@@ -14,6 +14,7 @@ from kit.estimate.schedule import Simulation, simulate, simulate_plan
 from kit.estimate.timeline import timeline_figure
 from kit.plan import Plan
 from kit.recipe import Recipe
+from tests.pictures import check_figure
 from tests.workers import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
@@ -224,6 +225,7 @@ def test_refuses_impossible_times_and_orders():
 def test_timeline_shows_every_operation_and_its_table():
     panels = [even(name, 4, 8, v, f=1, b=1, w=1, send_s=0.1) for name, v in (("1f1b", 1), ("zbv", 2))]
     figure, rows = timeline_figure(*panels)
+    check_figure(figure)
     for axis, simulation in zip(figure.axes, panels, strict=True):
         boxes = [path for collection in axis.collections for path in collection.get_paths()]
         assert len(boxes) == (simulation.order.kind != PADDING).sum()

@@ -22,6 +22,7 @@ from kit.estimate.tune import TrialFailure, Trials, trials_figure, tune
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
+from tests.pictures import check_figure
 
 SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zero_stage": (0, 1)}
 
@@ -240,10 +241,12 @@ def test_sensitivity_and_figures(space, grid):
     assert set(sensitivity(trials).importance) == set(space)
 
     figure, rows = sensitivity_figure(result)
+    check_figure(figure)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [row["parameter"].replace("_", " ") for row in rows]
     assert sum(len(c.get_offsets()) for c in figure.axes[0].collections) == 60 * len(space)
     figure, rows = trials_figure(trials, unit="tokens/s")
+    check_figure(figure)
     assert len(rows) == 60 and sum(row["failure"] is not None for row in rows) == np.isnan(trials.values).sum()
     assert f"failed: {np.isnan(trials.values).sum()}" in figure.axes[1].get_yticklabels()[0].get_text()
 

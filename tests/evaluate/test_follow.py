@@ -17,6 +17,7 @@ from kit.evaluate.follow import eval_job, follow_run, has_scores
 from kit.evaluate.resolver import DataSource
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
+from tests.pictures import check_figure
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
 
@@ -191,9 +192,12 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
     assert np.isnan(bits.chance)
 
     figure, table = eval_figure(run)
+    check_figure(figure)
     assert len(figure.axes) == 2 and len(table) == 4
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[-1].items()
-    assert len(run_figure(run)[0].axes) == 3
+    with_scores, _ = run_figure(run)
+    assert len(with_scores.axes) == 3
+    check_figure(with_scores)
     (run.directory / "eval" / "step_00000006.json").write_text("{")
     assert eval_curve(run)[1].step.tolist() == [3], "a damaged file is left out"
     shutil.rmtree(run.directory / "eval")

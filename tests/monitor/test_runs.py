@@ -18,6 +18,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.monitor.steps import lines, row
+from tests.pictures import check_figure
 
 LAPTOP = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
 
@@ -124,6 +125,7 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path: Path) -> None:
     file = runs[0].directory / "metrics.jsonl"
     file.write_text(file.read_text().replace('"loss": 7.75', '"loss": NaN'))
     figure, table = compare_figure(runs)
+    check_figure(figure)
     left, right = figure.axes
     assert len(left.lines) == len(right.lines) == len(table) == 8
     looks = {(line.get_color(), str(line.get_linestyle())) for line in left.lines}

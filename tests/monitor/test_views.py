@@ -25,6 +25,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.monitor.steps import lines, row
+from tests.pictures import check_figure
 
 
 @pytest.fixture
@@ -87,6 +88,7 @@ def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
 
 def test_figure_and_its_table(run: Run) -> None:
     figure, table = run_figure(run, baselines={"unigram": 6.62})
+    check_figure(figure)
     assert len(table["step"]) == 40 and np.isfinite(table["validation_loss"]).sum() == 1
     speed = figure.axes[1]
     labels = [text.get_text() for text in speed.texts]

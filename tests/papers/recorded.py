@@ -31,12 +31,12 @@ def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_
     return run
 
 
-def cluster_run(directory: Path, hfu: float = 0.35) -> Run:
-    """Returns a run of 175B on 128 GCDs of Frontier."""
+def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
+    """Returns a run of 175B on 64 GCDs of Frontier for each replica, 640 sequences a step."""
     spec = ModelSpec.preset("gpt-175b")
-    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
+    plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=replicas, zero_stage=1, global_batch_size=640,
                 recompute="full", precision="bf16")  # fmt: skip
-    rate = hfu * 191.5e12 * 128 / spec.hardware_flops_per_token("full")
+    rate = hfu * 191.5e12 * plan.num_devices / spec.hardware_flops_per_token("full")
     return record(directory, spec, plan, Site.load("frontier"), rate)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kit.commands import papers as commands
 from kit.papers import FIGURES, FRONTIER, FRONTIER_NOT_DRAWN, HLAT, HLAT_NOT_DRAWN, contents, save_all
-from kit.style import figure_style, save_figure
+from kit.style import new_figure, save_figure
 
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 
@@ -29,23 +29,12 @@ def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path: Pa
 
 
 def test_table_of_rows_with_other_keys_has_all_columns(tmp_path: Path) -> None:
-    with figure_style() as plt:
-        figure, _ = plt.subplots()
+    with new_figure(height=2) as (figure, _):
+        pass
     save_figure(
         figure, [{"a": 1, "b": np.float64(1 / 3)}, {"a": "x, y", "c": float("nan")}], [tmp_path / "new" / "t.csv"]
     )
     assert (tmp_path / "new" / "t.csv").read_text() == 'a,b,c\n1,0.333333,\n"x, y",,\n'
-
-
-def test_style_closes_only_what_was_drawn_in_it() -> None:
-    from matplotlib import pyplot as plt
-
-    mine = plt.figure()
-    with pytest.raises(RuntimeError), figure_style() as style:
-        style.figure()
-        raise RuntimeError
-    assert plt.get_fignums() == [mine.number]
-    plt.close(mine)
 
 
 def test_command_draws_all_into_a_folder(

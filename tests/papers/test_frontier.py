@@ -18,9 +18,10 @@ from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs
 from kit.papers.frontier_observations import measured_relations, modelled_relations
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
-from kit.papers.panels import caption
 from kit.spec import ModelSpec
+from kit.themed_figure import ThemedFigure
 from tests.papers.recorded import cluster_run, demo_study, imported_run
+from tests.pictures import check_figure
 
 PIPELINE_RATES = {(1, 2, 1): 1000.0, (1, 2, 2): 1300.0, (1, 2, 4): 1600.0, (1, 2, 8): 1800.0, (2, 1, 4): 900.0}
 """A machine on which the paper's observations hold: half the time is bubble at one micro-batch."""
@@ -47,34 +48,59 @@ def values(rows: list[dict], **wanted: object) -> list[dict]:
 @pytest.mark.parametrize("name", FRONTIER)
 def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path]) -> None:
     for given in ((), runs):
-        figure, rows = FRONTIER[name].draw(given)
-        said = caption(figure)
+        drawn, rows = FRONTIER[name].draw(given)
+        said = " ".join(drawn.notes)
         kinds = {row["layer"] for row in rows}
         assert "modelled" in kinds and "fitted to 12 runs on LUMI" in said or "memory" in name
         for kind in kinds:
-            assert f"{kind.capitalize()}: " in said
+            assert f"{kind.capitalize()} (" in said
         for source in {row["source"] for row in rows if "source" in row}:
-            assert source.rstrip(".") in said, "each source is in the caption"
-        texts = [text.get_text() for axis in figure.axes for text in axis.texts]
-        demo = any(row.get("scale") == "demo" for row in rows)
-        assert demo == ("demo scale" in texts), "marked where there is any"
+            assert source.rstrip(".") in said, "each source is in the notes"
+        if isinstance(drawn, ThemedFigure):
+            check_figure(drawn)
+            texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+            demo = any(row.get("scale") == "demo" for row in rows)
+            assert demo == ("demo scale" in texts), "marked where there is any"
         for row in rows:
             assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
 
 
-@pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS - {"frontier-recipes", "frontier-observations"}))
-def test_own_runs_appear_in_every_figure(name: str, runs: list[Path]) -> None:
-    _, rows = FRONTIER[name].draw(runs)
+TABLES = {"frontier-recipes", "frontier-observations"}
+
+
+@pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS - TABLES - {"frontier-strong-scaling"}))
+def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(name: str, runs: list[Path]) -> None:
+    figure, rows = FRONTIER[name].draw(runs[:2])
     drawn = values(rows, layer="measured", scale="cluster")
-    assert len(drawn) == (1 if "memory" in name else 2), "the kit's own run, and the log, which tells no memory"
-    if name.endswith("scaling"):
-        assert [row["x"] for row in drawn] == [128, 256]
-        assert values(FRONTIER[name].draw(runs[:1])[1], layer="measured") == [], "one run does not scale"
+    assert [row["run"] for row in drawn] == (["cluster"] if "memory" in name else [drawn[0]["run"], drawn[1]["run"]])
+    assert len(figure.left_out) == ("memory" in name), "the log tells no memory"
+    assert all("imported is not drawn. Drawn here: runs of a cluster" in text for text in figure.left_out)
+    legends = [text.get_text() for axis in figure.axes if axis.get_legend() for text in axis.get_legend().get_texts()]
+    legends += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert set(legends) & {row["series"] for row in drawn} or name == "frontier-cost", "and are named in a legend"
     if name == "frontier-tensor-parallel":
         assert [row["x"] for row in drawn] == [4, 4]
         log, own = sorted(row["y"] for row in drawn)
         assert own == pytest.approx(35, rel=0.01), "warm-up steps are left out"
         assert log == pytest.approx(100 * 69.2 * 212.2 / 220 / 191.5, rel=0.01)
+
+
+def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_their_name(
+    runs: list[Path], tmp_path: Path
+) -> None:
+    strong = FRONTIER["frontier-strong-scaling"]
+    for given in (runs[:1], runs[:2]):  # a single run, and two of other batches
+        figure, rows = strong.draw(given)
+        assert values(rows, layer="measured") == [] and len(figure.left_out) == len(given)
+        assert "is not drawn. Drawn here: two runs or more of one model" in figure.left_out[0]
+    other = cluster_run(tmp_path / "twice", hfu=0.3, replicas=4)
+    figure, rows = strong.draw([*runs, other])
+    drawn = values(rows, layer="measured", scale="cluster")
+    assert [(row["run"], row["x"]) for row in drawn] == [("cluster", 128), ("twice", 256)]
+    [panel] = [axis for axis in figure.axes if axis.get_title(loc="left") == "your runs: tokens/s per device"]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["175B, batch 640"]
+    assert [text.split(" is not")[0] for text in figure.left_out] == [str(runs[1])]
+    check_figure(figure)
 
 
 def test_own_runs_are_columns_of_the_recipes(runs: list[Path]) -> None:
@@ -119,8 +145,9 @@ def test_observations_are_told_from_measured_runs(runs: list[Path], tmp_path: Pa
     assert {r.claim: r.verdict for r in measured_relations([contrary])}["III.1"] == "fails"
     assert {r.claim: r.verdict for r in measured_relations([contrary])}["III.2"] == "fails"
     assert measured_relations(runs[:1]) == []
-    cells = paper_figure("frontier-observations").draw(runs)[0].axes[0].tables[0].get_celld().values()
-    assert sum(cell.get_text().get_text() == "measured, demo scale" for cell in cells) == 4
+    table, _ = paper_figure("frontier-observations").draw(runs)
+    assert [row["layer"] for row in table.rows].count("measured, demo scale") == 4
+    assert repr(table).count("III.1") == 2 and "TP 8 over TP 1" in table._repr_html_()
 
 
 def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_missed() -> None:
@@ -134,7 +161,7 @@ def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_misse
         [row] = values(rows, layer="modelled", series=model, x=float(x))
         inside = row["low"] <= published <= row["high"]
         assert not inside, "at the remembered batch of 8,000 the model is more hopeful than the paper"
-        assert f"{model} {published:.0f} % published" in caption(figure) and "MISSED" in caption(figure)
+        assert f"{model} (paper {published:.0f}, model {row['y']:.3g})" in figure.caption.partition("MISSED: ")[2]
         assert row["low"] - published < 3
         layer = batch_layer(model)
         assert 1000 < np.interp(published, layer.y, layer.x) < 4000, "but it gives the paper's number at a smaller one"
@@ -156,7 +183,7 @@ def test_memory_against_the_logs() -> None:
     figure, rows = paper_figure("frontier-memory").draw()
     table = {(row["model"], row["bytes"]): row["TB"] for row in rows if "bytes" in row}
     assert table["1T", 14.0] == pytest.approx(14, rel=0.02) and table["22B", 24.0] == pytest.approx(0.53, rel=0.02)
-    assert "9.0 bytes a parameter" in caption(paper_figure("frontier-stage-memory").draw()[0]), "a miss is told"
+    assert "9.0 bytes a parameter" in paper_figure("frontier-stage-memory").draw()[0].caption, "a miss is told"
 
 
 def test_layers_are_bound_by_computation_and_fused_attention_helps() -> None:
@@ -192,9 +219,9 @@ def test_cost_of_a_trillion_parameters() -> None:
     [published] = values(rows, panel="days", layer="published")
     [modelled] = values(rows, panel="days", layer="modelled", x=3072.0)
     assert published["y"] == pytest.approx(10_057, rel=0.001), "at 61.2 TFLOP/s with recomputation"
-    assert ("misses 1 of 1" in caption(figure)) == (not modelled["low"] <= published["y"] <= modelled["high"])
+    assert ("MISSED: 3,072" in figure.caption) == (not modelled["low"] <= published["y"] <= modelled["high"])
     assert modelled["y"] == pytest.approx(published["y"], rel=0.2)
-    assert "121 million exaFLOP, as in the abstract (120)" in caption(figure)
+    assert any("121 million exaFLOP, as in the abstract (120)" in note for note in figure.notes)
 
 
 def test_commands_draw_a_figure_and_list_them(

@@ -29,10 +29,11 @@ from kit.papers.hlat_small import (
     train_with_spike,
 )
 from kit.papers.hlat_training import last_losses, worst_after
-from kit.papers.panels import caption
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from kit.themed_figure import ThemedFigure
 from tests.papers.recorded import imported_trn1, record
+from tests.pictures import check_figure
 
 NEEDS_RUNS = {"hlat-loss", "hlat-spikes", "hlat-precision"}
 """The paper's own could not be read, so without runs there is nothing to draw."""
@@ -90,15 +91,18 @@ def test_every_figure_says_where_its_layers_come_from(name: str, runs: list[Path
             with pytest.raises(ConfigError, match="in \\[\\]"):
                 HLAT[name].draw(given)
             continue
-        figure, rows = HLAT[name].draw(given)
-        said = caption(figure)
+        drawn, rows = HLAT[name].draw(given)
+        said = " ".join(drawn.notes)
         assert "published" in {row["layer"] for row in rows} or name in NEEDS_RUNS
         for kind in {row["layer"] for row in rows} - {"computed"}:
-            assert f"{kind.capitalize()}: " in said
+            assert f"{kind.capitalize()} (" in said
         for source in {row["source"] for row in rows if "source" in row}:
-            assert "".join(source.rstrip(".").split()) in "".join(said.split()), "each source is in the caption"
-        texts = [text.get_text() for axis in figure.axes for text in axis.texts]
-        assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts), "marked where there is any"
+            assert source.rstrip(".") in said, "each source is in the notes"
+        if isinstance(drawn, ThemedFigure):
+            check_figure(drawn)
+            texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+            demo = any(row.get("scale") == "demo" for row in rows)
+            assert demo == ("demo scale" in texts), "marked where there is any"
         for row in rows:
             assert not (math.isfinite(row.get("low", math.nan)) and row["low"] > row["high"])
 
@@ -140,7 +144,7 @@ def test_scores_count_only_where_a_column_is_complete(tmp_path: Path, runs: list
     report.write(tmp_path / "mine.json")
     figure, rows = paper_figure("hlat-quality").draw([tmp_path / "mine.json"])
     assert rows[0]["reading"] == "70.0 (60.4–78.1)" and rows[0]["commonsense"] == ""
-    assert "without a complete column: 1" in caption(paper_figure("hlat-quality").draw(runs[1:])[0])
+    assert "without a complete column: 1" in paper_figure("hlat-quality").draw(runs[1:])[0].caption
 
 
 def test_presets_are_the_released_shapes() -> None:
@@ -171,7 +175,7 @@ def test_data_of_the_last_stage_adds_up() -> None:
     assert sum(row["y"] for row in rows) == pytest.approx(facts().value("mix_whole", "total"))
     for row in rows:
         assert 100 * row["y"] / 253.7 == pytest.approx(row["share"], abs=0.01)
-    assert "1.58 times" in caption(figure) and "1.67 trillion" in caption(figure)
+    assert "1.58 times" in figure.caption and "1.67 trillion" in figure.notes[0]
 
 
 def test_cost_is_the_paper_s_formula() -> None:
@@ -193,7 +197,7 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
         missed = claim.startswith("trn1 over p4d, 70B")
         assert (relation.verdict == "fails") == missed, f"{claim}: {relation.low:.2f} to {relation.high:.2f}"
     figure, rows = paper_figure("hlat-cost").draw()
-    assert "13 of 17 modelled ratios" in caption(figure) and "MISSED: trn1 over p4d, 70B" in caption(figure)
+    assert "13 of 17 modelled ratios" in figure.caption and "MISSED: trn1 over p4d, 70B" in figure.caption
     assert values(rows, panel="trn1 over p4d", layer="published")[0]["y"] == 0.6
     points = [row["y"] for row in values(rows, panel="70B over 7B", layer="published") if row["x"] == 32.0]
     assert sorted(points) == pytest.approx([10.4, 12.2, 13.2, 14.3], abs=0.05), "of AWS's own tables"
@@ -205,9 +209,9 @@ def test_70b_runs_out_of_memory_at_four_nodes() -> None:
         assert plan_of(machine, "70B", 4) is None and plan_of(machine, "70B", 8) and plan_of(machine, "7B", 4)
     used, risk = trn1_risk("70B", Plan(tensor_parallel=32, pipeline_parallel=4, zero_stage=1, sequence_parallel=True,
                                        recompute="selective", precision="bf16", global_batch_size=1024))  # fmt: skip
-    assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and the caption says how near"
+    assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and a note says how near"
     figure, rows = paper_figure("hlat-cost").draw()
-    assert f"risk {risk:.0%}" in caption(figure)
+    assert any(f"risk {risk:.0%}" in note for note in figure.notes)
     assert min(row["x"] for row in values(rows, panel="cost", series="p4d, 70B")) == 8
 
 

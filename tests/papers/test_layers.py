@@ -7,9 +7,9 @@ import pytest
 
 from kit.errors import ConfigError, RunError
 from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, opened, table
-from kit.papers.panels import caption, draw, finish
+from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
-from kit.style import figure_style
+from kit.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
 
 
@@ -50,8 +50,7 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     (folder / LOAD).write_text('{"load": 7.5}')
     busy, _ = measured(runs, x=lambda run: 1.0, y=hfu_percent)
     assert busy.source.endswith("while other programs were at work")
-    with figure_style() as plt:
-        figure, (left, right) = plt.subplots(1, 2)
+    with new_figure(1, 2, height=2) as (_, (left, right)):
         draw(left, found[:1])
         draw(right, found[1:])
         with pytest.raises(ConfigError, match="do not belong in one panel"):
@@ -65,12 +64,14 @@ def test_caption_and_table_name_every_layer() -> None:
         Layer.published(facts["throughput_percent"], label="paper"),
         Layer.modelled("model", [0, 1, 2], [1, 2, 3], [0, 1, 2], [2, 3, 4], error="5 % on 9 runs"),
     ]
-    with figure_style() as plt:
-        figure, axis = plt.subplots()
+    with new_figure(height=3) as (figure, axis):
         draw(axis, layers)
-        finish(figure, "What is seen.", layers)
-    assert caption(figure) == (
-        "What is seen. Published: Dash et al., arXiv 2312.12705, abstract. Modelled: 5 % on 9 runs."
+        finish(figure, layers, "What is drawn.", "What holds.", "What is missed.", notes=["A fit."])
+    assert figure.caption == "What is drawn. What holds. What is missed."
+    assert figure.notes == (
+        "A fit.",
+        "Published (paper): Dash et al., arXiv 2312.12705, abstract.",
+        "Modelled (model): 5 % on 9 runs.",
     )
     assert len(axis.lines) == 2 and axis.lines[0].get_markerfacecolor() == "white"
     rows = table(layers, panel="a")

@@ -385,7 +385,7 @@ function render({ model, el }) {
     answered(f.heard);
     name.textContent = f.name;
     name.title = f.directory;
-    const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none; }` : "";
+    const rule = f.picture ? `img[alt$="picture ${f.picture}"] { display: none !important; }` : "";
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, `${ICONS[f.state] || "…"} ${f.state}`);
     badge.dataset.state = root.dataset.state = f.state;

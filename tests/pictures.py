@@ -1,0 +1,60 @@
+"""What every figure keeps to: text of a page's size, three lines of caption, nothing cut, nothing on another."""
+
+import re
+from itertools import combinations
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from kit.style import DARK, TEXT, WIDTH
+
+WATERMARK = "demo scale"
+INKS = ("#ffffff", "#111111")
+"""Grounds of a light and a dark page."""
+
+
+def check_figure(figure: Any) -> None:
+    """Asserts that a figure can be read on a light and on a dark page of 1,000 pixels."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    assert figure.get_figwidth() == WIDTH
+    assert figure.get_supxlabel().count("\n") <= 2, f"more than three lines: {figure.caption}"
+    texts = _drawn(figure)
+    small = [text.get_text() for text in texts if text.get_fontsize() < TEXT]
+    assert not small, f"smaller than the page's text: {small}"
+    inside = figure.bbox.padded(2)
+    for text in texts:
+        box = text.get_window_extent(renderer)
+        assert inside.containsx(box.x0) and inside.containsx(box.x1), f"cut at the side: {text.get_text()!r}"
+        assert inside.containsy(box.y0) and inside.containsy(box.y1), f"cut: {text.get_text()!r}"
+    for one, other in combinations([text for text in texts if text.get_text() != WATERMARK], 2):
+        boxes = [text.get_window_extent(renderer).padded(-1) for text in (one, other)]
+        assert not boxes[0].overlaps(boxes[1]), f"one on the other: {one.get_text()!r}, {other.get_text()!r}"
+    for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", figure.to_svg())) - set(DARK):
+        assert min(_contrast(colour, ground) for ground in INKS) >= 3, f"{colour} has no twin for a dark page"
+
+
+def _drawn(figure: Any) -> list[Text]:
+    """Returns the texts that are seen: of tick labels, those within their axis."""
+    sides = [(panel, side) for panel in figure.axes for side in (panel.xaxis, panel.yaxis)]
+    labels = {text for _, side in sides for text in (*side.get_ticklabels(), *side.get_ticklabels(minor=True))}
+    ticks = [tick for panel, side in sides if panel.axison for tick in side._update_ticks()]
+    seen = {tick.label1 for tick in ticks}
+    return [
+        text
+        for text in figure.findobj(Text)
+        if text.get_text().strip() and text.get_visible() and (text not in labels or text in seen)
+    ]
+
+
+def _contrast(one: str, other: str) -> float:
+    """Returns the contrast of two colours as WCAG defines it."""
+    light, dark = sorted((_luminance(one), _luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
