@@ -39,7 +39,8 @@ class ThemedFigure(Figure):
         """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so no font is needed."""
         stream = io.StringIO()
         self.savefig(stream, format="svg", metadata={"Date": None})
-        light = re.sub(r"(\.\d\d)\d+", r"\1", stream.getvalue())  # a hundredth of a point is enough
+        # A hundredth of a point is enough of a path; what scales glyphs keeps all its digits.
+        light = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), stream.getvalue())
         return re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light) if dark else light
 
     def to_html(self, *, alt: str = "") -> str:

@@ -101,6 +101,7 @@ def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> 
     assert "alt='loss &amp; &lt;b&gt;speed&lt;/b&gt;'" in page and metadata == {"image/png": {"width": 600}}
     assert "<li>Published: &lt;i&gt;a paper&lt;/i&gt;.</li>" in page and "⚠ runs/x is not drawn." in page
     light, dark = figure.to_svg(), figure.to_svg(dark=True)
+    assert f"scale({TEXT / 100:g} -{TEXT / 100:g})" in light and "scale(0.015625)" in light, "glyphs keep their size"
     for colour in (GREY, "#ffffff"):
         assert colour.lower() in light and colour.lower() not in dark and DARK[colour.lower()] in dark
 

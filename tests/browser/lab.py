@@ -109,11 +109,11 @@ class Notebook:
         self.requests: list[str] = []
         self.context = None
 
-    def open(self) -> None:
-        """Opens the notebook in a fresh browser window, and waits for its kernel."""
+    def open(self, width: int = 1300) -> None:
+        """Opens the notebook in a fresh browser window of some pixels, and waits for its kernel."""
         if self.context:
             self.context.close()
-        self.context = self.browser.new_context(viewport={"width": 1300, "height": 1250})
+        self.context = self.browser.new_context(viewport={"width": width, "height": 1250})
         self.page = self.context.new_page()
         self.page.set_default_timeout(1000 * PATIENCE_S)
         self.page.on("request", lambda request: self.requests.append(request.url))

@@ -92,7 +92,8 @@ def test_the_first_dashboard_of_an_installed_wheel_fetches_what_it_draws_with(no
 
 
 def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run) -> None:
-    assert not notebook.page.locator(".jp-OutputArea-output img").is_visible(), "a live view needs no picture"
+    pictures = notebook.page.locator(".jp-OutputArea-output img").all()
+    assert not any(picture.is_visible() for picture in pictures), "a live view needs no picture"
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
     busy.touch()
     notebook.run_cell(2, wait=False)
@@ -136,7 +137,7 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
 def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
     job = process(run)
     saved = notebook.save()
-    assert len(notebook.file.read_bytes()) < 200_000 and "widgets" not in saved.metadata
+    assert len(notebook.file.read_bytes()) < 300_000 and "widgets" not in saved.metadata
     notebook.lab.stop()
     assert job.is_alive and read_status(run.directory).state is JobState.RUNNING
     notebook.lab.start()
@@ -183,7 +184,7 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     picture = notebook.page.locator(".jp-OutputArea-output img").last
     notebook.until(lambda: "done" in (picture.get_attribute("alt") or ""))
     outputs = notebook.save().cells[1].outputs
-    assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 200_000
+    assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 300_000
 
 
 def test_nothing_has_left_the_machine(opened) -> None:
