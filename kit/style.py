@@ -61,6 +61,15 @@ def new_figure(rows: int | str = 1, columns: int = 1, *, height: float, **layout
             yield figure, figure.subplots(rows, columns, **layout)
 
 
+def short(name: str, room: int = 30) -> str:
+    """Returns a name as a legend takes it: without the middle of a long one, since the ends of names tell them apart.
+
+    An underscore at its beginning, which would hide it from the legend, gets a space before it.
+    """
+    name = f" {name}" if name.startswith("_") else name
+    return name if len(name) <= room else f"{name[: room // 2 - 1]}…{name[-(room // 2) :]}"
+
+
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
     """Returns notes as HTML to open below a figure or a table, and above them warnings that are always seen."""
     seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)

@@ -16,7 +16,7 @@ from kit.pictures import (
 )
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from kit.style import DARK, GREY, TEXT, new_figure
+from kit.style import DARK, GREY, TEXT, new_figure, short
 from kit.table import Table
 from tests.pictures import check_figure
 
@@ -114,3 +114,8 @@ def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
     assert "<td style='text-align:left'>&lt;a&gt;</td>" in page and "text-align:right'>12,345" in page
     assert table.columns == ["x", "n", "run", "y"] and table.cells[1] == ["b", "", "", ""]
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
+
+
+def test_a_long_name_loses_its_middle_and_no_name_is_hidden() -> None:
+    assert short("run-of-today") == "run-of-today" and short("_mine") == " _mine"
+    assert short("a" * 20 + "b" * 20) == "a" * 14 + "…" + "b" * 15

@@ -10,7 +10,7 @@ from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY, VERMILION, new_figure
+from kit.style import BLUE, GREEN, GREY, VERMILION, new_figure, short
 
 EMA_STEPS = 5
 
@@ -38,6 +38,22 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
     return figure, table
+
+
+def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None) -> Any:
+    """Returns a figure of a run's loss alone, over the whole planned length of the run.
+
+    Args:
+        metrics: of the run.
+        num_steps: where the axis ends.
+        baselines: as in `run_figure`.
+    """
+    table = _table(metrics)
+    with new_figure(height=2.4) as (figure, axis):
+        _draw_loss(axis, table, baselines or {})
+        axis.set(xlim=(0, num_steps), xlabel="optimizer step")
+        _mark_attempts(axis, table)
+    return figure
 
 
 def smooth(values: np.ndarray, steps: int = EMA_STEPS) -> np.ndarray:
@@ -86,7 +102,7 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
     for name, loss in baselines.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
         axis.annotate(
-            f"{name} {loss:.2f}",
+            f"{short(name)} {loss:.2f}",
             (1, loss),
             xycoords=("axes fraction", "data"),
             xytext=(-2, 3),

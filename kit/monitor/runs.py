@@ -18,7 +18,7 @@ from kit.metrics import median
 from kit.monitor.figure import smooth
 from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
-from kit.style import HUES, new_figure
+from kit.style import HUES, new_figure, short
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20
@@ -149,9 +149,8 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         left.set_title("Loss, mean of ~5 steps")
         right.set_title("MFU, % of peak" if speed == "mfu" else f"Tokens/s\n(no MFU: {', '.join(whys)})")
         for i, (label, columns) in enumerate(table.items()):
-            shown = f" {label}" if label.startswith("_") else label  # an underscore would hide it from the legend
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
-            left.plot(columns["step"], smooth(columns["loss"]), label=shown, **style)
+            left.plot(columns["step"], smooth(columns["loss"]), label=short(label), **style)
             right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):

@@ -19,7 +19,7 @@ from kit.monitor.bundle import source
 from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
+from kit.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH, short
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -217,10 +217,10 @@ def snapshot(dashboard: Dashboard) -> Any:
     for name, level in dashboard.levels.items():
         pane = figure.axes[0]
         pane.axhline(level, color=GREY, linestyle="--", linewidth=1)
-        pane.annotate(f"{name} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize=TEXT, color=GREY)  # fmt: skip
+        pane.annotate(f"{short(name)} {level:.2f}", (1, level), xycoords=("axes fraction", "data"), ha="right",
+                      va="bottom", fontsize=TEXT, color=GREY)  # fmt: skip
     step = f"step {int(x[-1]):,}" if len(x) else "no step yet"
-    title = f"{dashboard.run.name}: {status.state}, attempt {status.attempt}, {step}"
+    title = f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}"
     figure.suptitle(title, fontsize=TEXT, x=0.01, ha="left", color=INK, parse_math=False)
     return figure
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from kit.papers.layers import Layer, Runs, demo_source, opened, scale_of
 from kit.papers.panels import COLOURS, DEMO_COLOURS, mark_demo_scale
+from kit.style import short
 
 
 def curves(runs: Runs, column: str) -> list[Layer]:
@@ -34,6 +35,6 @@ def draw_curves(axis: Any, layers: list[Layer], **style: Any) -> None:
     """Draws measured curves of many points, a colour each, and marks demo scale."""
     for number, layer in enumerate(layers):
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-        axis.plot(layer.x, layer.y, color=colours[number % len(colours)], label=layer.label, **style)
+        axis.plot(layer.x, layer.y, color=colours[number % len(colours)], label=short(layer.label), **style)
     if any(layer.scale == "demo" for layer in layers):
         mark_demo_scale(axis)

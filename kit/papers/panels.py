@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.record import ConfigError
 from kit.papers.layers import Layer
-from kit.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows
+from kit.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, short
 from kit.table import Table
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
@@ -40,20 +40,20 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
             axis.plot(layer.x, layer.y, MARKERS[hollow.index(layer)], color=GREY, markerfacecolor="white",
                       markersize=8, markeredgewidth=1.5, zorder=5, label=layer.label, clip_on=False)  # fmt: skip
             continue
-        number = solid.index(layer)
+        number, label = solid.index(layer), short(layer.label, 40)
         colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
         colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
         joined = layer.joined if layer.kind == "measured" else not layer.names
         if layer.kind == "modelled" and joined:
             few = len(layer.x) <= MARKED
-            axis.plot(layer.x, layer.y, color=colour, label=layer.label, marker=marker if few else None, markersize=4)
+            axis.plot(layer.x, layer.y, color=colour, label=label, marker=marker if few else None, markersize=4)
             if np.isfinite(layer.low).any():
                 axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0)
             continue
         beside = BESIDE * (number + 1) if layer.names else 0.0
         spread = np.stack([layer.y - layer.low, layer.high - layer.y])
         axis.errorbar(layer.x + beside, layer.y, yerr=spread, fmt=f"{marker}-" if joined else marker, color=colour,
-                      capsize=2, markersize=6, label=layer.label, zorder=4)  # fmt: skip
+                      capsize=2, markersize=6, label=label, zorder=4)  # fmt: skip
     if "demo" in kinds:
         mark_demo_scale(axis)
 

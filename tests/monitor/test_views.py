@@ -1,11 +1,10 @@
 """The views of a run: text, HTML below a cell, and the static figure."""
 
-import base64
+import asyncio
+import dataclasses
 import io
 import json
 import math
-import re
-import xml.etree.ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 from rich.console import Console
 
 import cluster
-from cluster.job import JobSpec
+from cluster.job import JobSpec, JobStatus
 from cluster.site import Site
+from cluster.state import JobState
 from kit.commands.options import strict_json
-from kit.monitor import run_figure, status_table
-from kit.monitor.figure import smooth
-from kit.monitor.live import view_html
+from kit.monitor import live, run_figure, status_table
+from kit.monitor.figure import loss_figure, smooth
+from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -55,35 +55,49 @@ def test_status_row_tells_step_loss_and_speed(run: Run) -> None:
     assert shown["loss"] == pytest.approx(6.0) and shown["tokens_per_s"] == pytest.approx(4096)
 
 
-def test_html_view_has_a_curve_and_escapes_names(run: Run) -> None:
-    page = view_html(run, {"unigram <i>": 6.62})
+def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run: Run) -> None:
+    curve = curve_html(run, {"unigram <i>": 6.62})
+    page = view_html(run, curve)
     assert "a &lt;b&gt; run" in page and "<b> run" not in page
-    source = re.search(r"src='data:image/svg\+xml;base64,([^']+)'", page)
-    assert source
-    drawing = base64.b64decode(source[1]).decode()
-    tree = xml.etree.ElementTree.fromstring(drawing)
-    curves = [element.get("points", "").split() for element in tree.iter() if element.tag.endswith("polyline")]
-    assert [len(points) for points in curves] == [40, 40]
-    heights = [float(point.split(",")[1]) for point in curves[0]]
-    assert heights == sorted(heights), "the loss falls, so the curve goes down the page"
-    assert "unigram &lt;i&gt; 6.62" in drawing
+    assert curve in page and page.count("<img ") == 2 and "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
+    figure = loss_figure(run.metrics(), 80, baselines={"unigram <i>": 6.62})
+    [axis] = figure.axes
+    assert axis.get_xlim() == (0, 80), "the whole planned length"
+    assert [len(line.get_xdata()) for line in axis.get_lines()[:2]] == [40, 40]
+    assert "unigram <i> 6.62" in [text.get_text() for text in axis.texts]
+    check_figure(figure)
 
 
 def test_html_view_before_the_first_step(run: Run) -> None:
     (run.directory / "metrics.jsonl").write_text("")
-    assert "Waiting for the first step" in view_html(run)
+    assert "Waiting for the first step" in curve_html(run)
 
 
 @pytest.mark.parametrize("losses", [[8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
 def test_views_of_a_run_that_diverged(run: Run, losses: list[float]) -> None:
     rows = [row(step, loss=loss) for step, loss in enumerate(losses, start=1)]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
-    source = re.search(r"base64,([^']+)'", view_html(run))
-    assert source
-    raw = " ".join(re.findall(r"opacity='0.35' points='([^']*)'", base64.b64decode(source[1]).decode()))
-    heights = {float(point.split(",")[1]) for point in raw.split()}
-    known = [loss for loss in losses if math.isfinite(loss)]
-    assert len(heights) == len(known), "steps before the divergence keep their scale"
+    assert f"✖ {2 if 8.0 in losses else 3} losses were not finite" in curve_html(run)
+    figure = loss_figure(run.metrics(), 80)
+    raw = np.asarray(figure.axes[0].get_lines()[0].get_ydata(), dtype=float)
+    assert raw[np.isfinite(raw)].tolist() == [loss for loss in losses if math.isfinite(loss)]
+    assert np.isfinite(figure.axes[0].get_ylim()).all(), "steps before the divergence keep their scale"
+
+
+def test_following_draws_at_the_end_and_not_at_every_look(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, shown, looks, ended = [], [], [], run.job.status()
+    monkeypatch.setattr(live, "curve_html", lambda *_: drawn.append(1) or f"curve {len(drawn)}")
+    monkeypatch.setattr("IPython.display.DisplayHandle.display", lambda _, data, **__: shown.append(data))
+    monkeypatch.setattr("IPython.display.DisplayHandle.update", lambda _, data, **__: shown.append(data))
+
+    def status(_: cluster.Job) -> JobStatus:
+        looks.append(1)
+        return dataclasses.replace(ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
+
+    monkeypatch.setattr(cluster.Job, "status", status)
+    assert asyncio.run(live.follow(run, refresh_s=0.0)).state is JobState.DONE
+    assert len(drawn) == 2 and len(shown) > 3
+    assert "curve 1" in shown[0]["text/html"] and "curve 2" in shown[-1]["text/html"]
 
 
 def test_figure_and_its_table(run: Run) -> None:
@@ -121,16 +135,6 @@ def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run: Run) -> None
     assert np.asarray(marks.get_xdata()).tolist() == [10, 11]
     assert not any("nan" in text.get_text() for text in speed.texts)
     figure.canvas.draw()
-
-
-def test_html_view_breaks_the_line_at_a_lost_step(run: Run) -> None:
-    _spoil(run, {10: {"loss": float("nan")}, 40: {"loss": float("inf")}})
-    source = re.search(r"src='data:image/svg\+xml;base64,([^']+)'", page := view_html(run))
-    assert source and "not finite" in page
-    tree = xml.etree.ElementTree.fromstring(base64.b64decode(source[1]).decode())
-    curves = [element.get("points", "").split() for element in tree.iter() if element.tag.endswith("polyline")]
-    assert [len(points) for points in curves] == [9, 29, 9, 29]
-    assert [element.get("x1") for element in tree.iter() if element.get("class") == "lost"][0] is not None
 
 
 def test_text_says_not_finite_and_still_knows_the_time_left(run: Run) -> None:

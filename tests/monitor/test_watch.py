@@ -21,7 +21,7 @@ from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
-from kit.monitor.live import view_html
+from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, live_row
 from kit.monitor.sinks import scalars
 from kit.monitor.text import curve
@@ -125,7 +125,7 @@ READERS = {
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
     "sink": lambda run: scalars(run, [{"step": 1, "attempt": 1, "tokens": 4096, "step_time_s": 1, "loss": 1}])[0],
     "dashboard": lambda run: (dashboard := Dashboard(run)).read() or dashboard.facts(),
-    "notebook": lambda run: {"loss": 1, "text": view_html(run)},
+    "notebook": lambda run: {"loss": 1, "text": view_html(run, curve_html(run))},
 }
 
 

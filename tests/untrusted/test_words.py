@@ -17,7 +17,7 @@ from cluster.slurm_queries import client_environment
 from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
 from kit.launcher import launch
 from kit.metrics import Metrics
-from kit.monitor.live import view_html
+from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.text import status_table, watch
 from kit.plan import Plan
@@ -25,6 +25,7 @@ from kit.run import Run
 from kit.spec import ModelSpec
 from kit.terminal import PlainConsole, plain
 from tests.monitor.recorded import dead_process, recorded_run, say
+from tests.pictures import check_figure
 from tests.untrusted.hostile import ESCAPES, MARKUP, SCRIPT
 
 # A site file ------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def pages(run: Run) -> dict[str, str]:
         "run": run._repr_html_(), "job": job._repr_html_(), "table": runs_table(run.directory.parent)._repr_html_(),
         "spec": run.spec._repr_html_(), "plan": run.plan._repr_html_(), "site": run.site._repr_html_(),
         "recipe": run.recipe._repr_html_(), "state": RunState.read(run.directory / "state.json")._repr_html_(),
-        "job spec": job.spec._repr_html_(), "view": view_html(run, {SCRIPT: 2.0}),
+        "job spec": job.spec._repr_html_(), "view": view_html(run, curve_html(run, {SCRIPT: 2.0})),
     }  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def test_names_are_no_formulas_to_a_figure(tmp_path: Path) -> None:
     first = recorded_run(tmp_path / "$\\frac{$", steps=20)
     second = recorded_run(tmp_path / "_hidden$x^$", steps=20)
     figure, table = compare_figure([first, second])
-    figure.savefig(io.BytesIO())
+    check_figure(figure)
     assert set(table) == {first.name, second.name}
     drawn = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [text.strip() for text in drawn] == [first.name, second.name]
