@@ -45,6 +45,7 @@ def plan(
         engine=engine, only=_choices(only or []),
     )  # fmt: skip
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         report.chosen.plan.write(out)
     if as_json:
         print(json.dumps(report.to_dict()))

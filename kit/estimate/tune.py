@@ -118,6 +118,7 @@ def tune(
         proposer.tell(trial)
         trials = trials.with_trial(trial)
         if storage is not None:
+            Path(storage).parent.mkdir(parents=True, exist_ok=True)
             trials.write(Path(storage))
     return trials
 

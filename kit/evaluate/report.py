@@ -212,6 +212,7 @@ class EvalReport(Record):
         Raises:
             ConfigError: `file` exists and is not a report.
         """
+        file.parent.mkdir(parents=True, exist_ok=True)
         (type(self).read(file).merged(self) if file.exists() else self).write(file)
 
     def rows(self) -> list[dict[str, str]]:

@@ -104,6 +104,7 @@ def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
                 rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
     finally:
         torch.set_num_threads(threads)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(rows) + "\n")
     return rows
 

@@ -238,6 +238,7 @@ def note_load(directory: str | Path) -> None:
     """Writes into a folder of runs to come how busy the machine is, once."""
     file = Path(directory) / LOAD
     if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps({"load": os.getloadavg()[0]}) + "\n")
 
 

@@ -48,9 +48,9 @@ def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
     spec.write(tmp_path / "spec.json")
     options = ("--site", "frontier", "--devices", "8", "--batch", "16", "--count", "2", "--choose", "2")
-    answer = _kit("plan", "spec.json", *options, "--out", "[b]second.json", folder=tmp_path)
-    assert "odd [/b] name on 8 devices" in answer.stdout and "Layout 2 is in [b]second.json" in answer.stdout
-    kept = Plan.read(tmp_path / "[b]second.json")
+    answer = _kit("plan", "spec.json", *options, "--out", "new/below/[b]second.json", folder=tmp_path)
+    assert "odd [/b] name on 8 devices" in answer.stdout and "Layout 2 is in new/below/[b]second.json" in answer.stdout
+    kept = Plan.read(tmp_path / "new" / "below" / "[b]second.json")
     assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
     kept.check(spec, 8)
     answer = _kit("plan", "spec.json", *options, "--out", "plan.json", folder=tmp_path)

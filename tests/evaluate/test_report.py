@@ -92,7 +92,7 @@ def test_tables_have_a_title_and_escape_text():
 
 
 def test_scores_of_other_tasks_are_kept(tmp_path):
-    file = tmp_path / "eval" / "step_00000100.json"
+    file = tmp_path / "new" / "eval" / "step_00000100.json"
     report(score(value=0.5), score("arc_easy")).write_merged(file)
     report(score(value=0.6), score(shots=5), score("heldout")).write_merged(file)
     merged = EvalReport.read(file)

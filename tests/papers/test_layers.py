@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kit.errors import ConfigError, RunError
-from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, opened, table
+from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, note_load, opened, table
 from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
 from kit.style import new_figure
@@ -77,6 +77,11 @@ def test_caption_and_table_name_every_layer() -> None:
     rows = table(layers, panel="a")
     assert [row["x"] for row in rows] == ["22B", "175B", "1T", 0, 1, 2]
     assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
+
+
+def test_the_first_study_of_a_fresh_clone_makes_its_folders(tmp_path: Path) -> None:
+    note_load(tmp_path / "runs" / "study")
+    assert (tmp_path / "runs" / "study" / LOAD).exists()
 
 
 def test_a_log_is_not_a_run(tmp_path: Path) -> None:
