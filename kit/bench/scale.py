@@ -114,9 +114,8 @@ def monitor(folder: Path, size: int) -> Work:
     def look() -> None:
         dashboard.look()
         assert dashboard.ranks.samples, "no heartbeat was read"
-        while len(dashboard.ranks.samples) < SAMPLES:  # as after some hours
-            dashboard.ranks.samples.append(dashboard.ranks.samples[0])
-            dashboard.ranks.steps.append(dashboard.ranks.steps[-1] + 1)
+        dashboard.ranks.samples = dashboard.ranks.samples[:1] * SAMPLES  # as after some hours
+        dashboard.ranks.steps = list(range(1, SAMPLES + 1))
         dashboard.read()
         dashboard.frame(View())
         assert dashboard.ranks.slowest() is not None
