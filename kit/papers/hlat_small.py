@@ -24,7 +24,7 @@ BATCH, VALIDATION = 8, 32
 VALIDATE_EVERY = 10
 GARBLED = range(80, 86)
 """Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the spike."""
-SAVE_EVERY, PATIENCE = 20, 3
+SAVE_EVERY, PATIENCE = 20, 2
 """Steps between checkpoints; spikes in a row until somebody acts."""
 LOWER = 0.3
 """Factor of the learning rate where that is the answer."""
