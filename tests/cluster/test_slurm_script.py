@@ -92,6 +92,10 @@ JOBS = {
 }
 
 
+BIN = str(Path(sys.executable).parent)
+"""Before a fixture names another Python for the scripts."""
+
+
 @pytest.fixture
 def portable(monkeypatch):
     """Scripts that do not name this machine's paths."""
@@ -244,8 +248,7 @@ def test_trainium_as_hlat_released_it(portable, name, nodes):
 
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])
 def test_scripts_pass_shellcheck(portable, tmp_path, name):
-    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([str(Path(sys.executable).parent), os.defpath]))
-    shellcheck = shellcheck or shutil.which("shellcheck")
+    shellcheck = shutil.which("shellcheck", path=BIN) or shutil.which("shellcheck")
     if name in JOBS:
         texts = render_golden(name)
     else:
