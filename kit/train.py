@@ -84,6 +84,13 @@ class Trainer:
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
+        try:
+            return self._train()
+        except Exception:
+            self.home.check()  # where the directory is gone, that is why the rest failed, on every rank
+            raise
+
+    def _train(self) -> str:
         while self.step < self.recipe.num_steps:
             row = self._one_step()
             self._respond(row)

@@ -127,7 +127,7 @@ class Sandbox:
     def _run(self, layer: str, program: str, test: str) -> Outcome:
         secret = secrets.token_hex(16).encode()
         request = {"limits": self.limits.resources(), "program": program, "test": test}
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryDirectory(prefix="kit-sandbox-") as folder:
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryDirectory(prefix="kit-program-") as folder:
             stdin.write(json.dumps(request).encode())
             stdin.seek(0)
             (result, result_end), (secret_end, secret_in) = _pipe(), _pipe()

@@ -102,7 +102,7 @@ def test_nothing_of_it_is_left_behind(any_layer):
     any_layer.run(f"import time; x = '{marker}'; time.sleep(60)")
     left = [p for p in Path("/proc").glob("[0-9]*/cmdline") if marker.encode() in _read(p)]
     assert not left
-    assert not list(Path("/tmp").glob("kit-sandbox-*/small"))
+    assert not list(Path("/tmp").glob("kit-program-*/small"))
 
 
 def _read(file: Path) -> bytes:

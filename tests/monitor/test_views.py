@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,9 @@ def test_following_draws_at_the_end_and_not_at_every_look(run: Run, monkeypatch:
         return dataclasses.replace(ended, state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
 
     monkeypatch.setattr(cluster.Job, "status", status)
-    assert asyncio.run(live.follow(run, refresh_s=0.0)).state is JobState.DONE
+    with ThreadPoolExecutor(1) as own_thread:  # a browser test before this one leaves a loop running in the main thread
+        followed = own_thread.submit(asyncio.run, live.follow(run, refresh_s=0.0)).result(60)
+    assert followed.state is JobState.DONE
     assert len(drawn) == 2 and len(shown) > 3
     assert "curve 1" in shown[0]["text/html"] and "curve 2" in shown[-1]["text/html"]
 
