@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.process import Process
-from cluster.record import write_atomic
+from cluster.record import kit_command, write_atomic
 from cluster.state import (
     JobError,
     JobState,
@@ -92,7 +92,7 @@ def refuse_live(run_dir: Path) -> None:
     if not status.state.is_final and not beyond_reach:
         raise JobError(
             f"{run_dir} is in use: attempt {status.attempt} is {status.state} ({status.reason}). "
-            f"Attach to it with Job.attach, end it with .stop() or .cancel(), or use another run directory."
+            f"End it with `{kit_command('stop', run_dir)}` (--now: at once), or use another run directory."
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, Self, overload
 
 from cluster import poll
-from cluster.record import ConfigError, Record, field_doc, html_table
+from cluster.record import ConfigError, Record, field_doc, html_table, kit_command
 from cluster.scheduler import SECRET_VALUE, SECRET_WORDS
 from cluster.state import (
     Event,
@@ -115,7 +115,9 @@ class Job:
         """
         path = Path(run_dir).expanduser().absolute()
         if not (path / "job.json").is_file():
-            raise JobError(f"{path}: there is no job here (no job.json). Submit one, or give a job's run directory.")
+            raise JobError(
+                f"{path}: there is no job here (no job.json). Start one: `kit launch`; or give its directory."
+            )
         return cls(path, JobSpec.read(path / "job.json"))
 
     def status(self) -> JobStatus:
@@ -187,7 +189,7 @@ class Job:
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 raise TimeoutError(
                     f"{self.run_dir}: still {status.state} after {timeout_s:g} s ({status.reason}). The job goes on; "
-                    f"wait longer, or end it with .stop() or .cancel()."
+                    f"wait longer, or end it: `{kit_command('stop', self.run_dir)}`."
                 )
             time.sleep(poll_s)
         return status
@@ -212,7 +214,9 @@ class Job:
         if state.scheduler_job:
             self._cancel_scheduled(state, state.scheduler_job)
         elif state.process is None or not state.process.is_here:
-            raise JobError(f"{self.run_dir}: cannot be cancelled from here: {why_unknown(state)}. Use .stop() instead.")
+            raise JobError(
+                f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without --now asks."
+            )
         else:
             try:
                 state.process.send_signal(signal.SIGTERM)

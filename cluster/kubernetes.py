@@ -167,7 +167,7 @@ def _failure(condition: dict, pods: list[dict], nodes: str) -> Look:
     _, name, first = min(ended, key=lambda end: end[:2])
     code = first["exitCode"]
     if code == STOPPED_CODE:
-        reason = f"a pod was told to end, so all saved and stopped; .requeue() goes on from there ({reason})"
+        reason = f"a pod was told to end, so all saved and stopped; `kit resume` goes on from there ({reason})"
     else:
         why = f" ({first['reason']})" if first.get("reason") not in (None, "Error") else ""
         reason = f"pod {name} ended first, with code {code}{why}; {reason}"

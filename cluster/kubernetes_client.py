@@ -25,7 +25,7 @@ class Cluster:
         except ImportError as error:
             raise JobError(
                 "Kubernetes needs its official client, which is not installed. Run: pip install kubernetes. "
-                "Or apply the text of cluster.render.render(job, site) with kubectl."
+                "Or apply what `kit launch ... --show` prints with kubectl."
             ) from error
         self.context = context or ""
         try:

@@ -47,14 +47,23 @@ def check(job: JobSpec) -> None:
     """Returns nothing if this machine can start the job; raises as `submit`."""
     if job.num_nodes != 1:
         raise ConfigError(f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another site.")
-    if job.num_processes > MAX_PROCESSES:
-        raise ConfigError(
-            f"job.num_processes: {job.num_processes} processes would choke this machine. "
-            f"Give at most {MAX_PROCESSES}, or use a site with that many devices."
-        )
+    check_count(job.num_processes)
     if not Path(job.working_directory).is_dir():
         raise ConfigError(f"job.working_directory: {job.working_directory!r} is not a directory. Create it first.")
     in_directory = "/" in job.argv[0]  # a name alone is looked up in PATH
     command = os.path.join(job.working_directory, job.argv[0]) if in_directory else job.argv[0]
     if shutil.which(command, path=job.environment.get("PATH")) is None:
         raise ConfigError(f"job.argv: {job.argv[0]!r} is not an executable file. Check the path, or install it.")
+
+
+def check_count(num_processes: int) -> None:
+    """Returns nothing if one machine can run so many processes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if num_processes > MAX_PROCESSES:
+        raise ConfigError(
+            f"{num_processes:,} processes would choke one machine. Give a plan of at most {MAX_PROCESSES}, or a site "
+            f"with nodes for them: --site NAME or FILE.toml."
+        )

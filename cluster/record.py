@@ -12,6 +12,7 @@ import functools
 import html
 import json
 import os
+import shlex
 import tempfile
 import types
 import typing
@@ -24,6 +25,11 @@ LARGEST_FLOAT = 2**1023
 
 class ConfigError(ValueError):
     """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
+
+
+def kit_command(*words: str | os.PathLike[str]) -> str:
+    """Returns a command of the kit that a message advises, ready to be pasted: `kit watch 'runs/a b'`."""
+    return shlex.join(["kit", *(os.fspath(word) for word in words)])
 
 
 def field_doc(text: str, **kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ def _final(native: str, exit_code: str, nodes: str, reason: str) -> Look:
     if (word, exit_code) == ("FAILED", "0:53"):
         text += ": its log file could not be opened. Is the run directory visible on the compute nodes?"
     if state is JobState.LOST:
-        text += ". It was not requeued; .requeue() starts it again"
+        text += ". It was not requeued; `kit resume` starts it again"
     return Look(state=state, native=native, nodes=nodes, reason=text, exit_code=rc if state.is_final else None)
 
 

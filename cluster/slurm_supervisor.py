@@ -263,7 +263,7 @@ class Supervisor:
             except JobError as error:  # the controller may be restarting
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
-                    reason = f"{ending.reason}; and it could not be requeued: {error}. Start it again with .requeue()"
+                    reason = f"{ending.reason}; and it could not be requeued: {error}. `kit resume` starts it again"
                     record(self.home, self.attempt, Outcome(ending.rc or 1, reason))
                     return ending.rc or 1
             time.sleep(3)

@@ -154,7 +154,7 @@ class Checkpoints:
         if manifest.plan.engine == "neuron":
             raise CheckpointError(
                 f"{self.path(step)} holds NxD's files, which engine 'neuron' alone resumes from. "
-                f"Run.load_model reads its weights."
+                f"Its weights alone: `{kit_command('export-hf', self.directory.parent, str(step), 'OUT')}`."
             )
         if not distributed:
             self.verify(step)

@@ -1,16 +1,8 @@
 """The kit's typed errors. Each message says what, the value, what is allowed, and what to do next."""
 
-import os
-import shlex
-
-from cluster.record import ConfigError
+from cluster.record import ConfigError, kit_command
 
 __all__ = ["CheckpointError", "ConfigError", "DataError", "MissingPackageError", "RunError", "kit_command"]
-
-
-def kit_command(*words: str | os.PathLike[str]) -> str:
-    """Returns a command of the kit that a message advises, ready to be pasted: `kit watch 'runs/a b'`."""
-    return shlex.join(["kit", *(os.fspath(word) for word in words)])
 
 
 class RunError(RuntimeError):

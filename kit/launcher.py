@@ -61,7 +61,9 @@ def launch(
         run.checkpoints.check_space(spec)
         newest = _newest_whole(run.checkpoints)
         if newest is not None and newest >= recipe.num_steps:
-            raise RunError(f"{run.directory} has finished its {newest} steps. Raise recipe.num_steps to go on.")
+            raise RunError(
+                f"{run.directory} has finished its {newest} steps. Go on with more: --steps N (recipe.num_steps)."
+            )
         return submit(run, time_limit_s)
 
 
@@ -97,7 +99,10 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its ranks alone.
     """
     argv, num_processes = (sys.executable, "-m", "kit.train", "--run", str(run.directory)), run.plan.num_devices
-    if run.site.scheduler == "local" and run.plan.engine == "neuron" and num_processes > 1:
+    is_local = run.site.scheduler == "local"
+    if is_local:
+        cluster.local.check_count(num_processes)  # a torchrun would count as one
+    if is_local and run.plan.engine == "neuron" and num_processes > 1:
         agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}")
         # Without the dashes it would take --run for one of its own options.
         argv, num_processes = (*agent, "--no-python", "--", *argv), 1
@@ -106,7 +111,7 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         run_dir=str(run.directory),
         argv=argv,
         num_processes=num_processes,
-        num_nodes=1 if run.site.scheduler == "local" else nodes_for(run.plan.num_devices, run.site),
+        num_nodes=1 if is_local else nodes_for(run.plan.num_devices, run.site),
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )
@@ -131,8 +136,8 @@ def _alone(directory: Path) -> Iterator[None]:
         stack.callback(os.close, handle)
         with contextlib.suppress(OSError):  # where the file system has no locks, the attempt's owner decides
             if not _lock(handle):
-                raise RunError(f"{directory} is being launched by another process. Attach to that run, or use another "
-                               f"run directory.")  # fmt: skip
+                raise RunError(f"{directory} is being launched by another process. Use that run, or another run "
+                               f"directory.")  # fmt: skip
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield

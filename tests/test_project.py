@@ -102,6 +102,22 @@ def test_files_stay_readable():
             assert ast.get_docstring(ast.parse(file.read_text())), f"{file}: say what it is for in a first docstring"
 
 
+def test_what_the_command_line_may_print_speaks_its_language():
+    """An error, or the reason of a state, that names a call or an argument of Python names the option as well."""
+    python = re.compile(r"[ (`]\.[a-z]+\(|\b[A-Z]\w+\.[a-z_]+\b[ ,(]|\b[a-z_]+=(True|False|None)\b")
+    for file in [file for package in ("kit", "cluster") for file in (ROOT / package).rglob("*.py")]:
+        told = []
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Raise) and node.exc and "TimeoutError" not in ast.dump(node.exc):
+                told.append(node.exc)
+            elif isinstance(node, ast.Assign | ast.AugAssign) and ast.unparse(node).startswith(("reason", "text")):
+                told.append(node.value)
+        for texts in told:
+            parts = [part.value for part in ast.walk(texts) if isinstance(part, ast.Constant)]
+            text = " ".join(part for part in parts if isinstance(part, str))
+            assert not python.search(text) or "--" in text, f"{file}: {text}"
+
+
 def test_readme_names_commands_that_exist():
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))

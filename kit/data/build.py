@@ -134,7 +134,7 @@ def _existing(directory: Path, settings: Settings, overwrite: bool) -> Dataset |
         return None
     raise DataError(
         f"{directory}: holds a dataset with other settings: {'; '.join(differences)}. "
-        "Nothing was changed. Give another folder, or overwrite=True (--overwrite) to replace it."
+        "Nothing was changed. Give another folder, or replace it: --overwrite (overwrite=True)."
     )
 
 
@@ -175,7 +175,7 @@ def _survey(corpus: Corpus, settings: Settings, bars: "_Progress") -> _Survey:
     if documents < 2:
         raise DataError(
             f"{names}: {documents} different documents with text; at least 2 are needed, one of them to hold out. "
-            "Add text, raise max_bytes, or split the text into documents (.jsonl, one per line)."
+            "Add text, allow more with --max-megabytes, or split the text into documents (.jsonl, one per line)."
         )
     line = max(settings.validation_fraction, math.nextafter(smallest, 1.0))
     if largest < line:

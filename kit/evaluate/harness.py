@@ -111,7 +111,7 @@ def _official(request: TaskRequest, mirror: Path, download: bool) -> tuple[Any, 
     except DataError as error:
         if not known.files:
             raise DataError(
-                f"{request.task}: {known.note} ({known.repository}). Score it once with download=True (`--download`) "
+                f"{request.task}: {known.note} ({known.repository}). Score it once with --download (download=True) "
                 f"where the hub can be reached; its cache on this machine is enough from then on."
             ) from error
         note = f" ({known.note})" if known.note else ""
@@ -134,8 +134,8 @@ def _loaded(
         if len(task.fewshot_docs()) < shots:
             raise DataError(
                 f"{shots} shots need as many solved examples, but the pool has {len(task.fewshot_docs())}. "
-                f"Use num_fewshot=0, or put the data set's training split beside the mirror's file as train.parquet "
-                f"({mirror / benchmark(request.task).path}), or pass download=True where the hub can be reached"
+                f"Use --num-fewshot 0, or put the data set's training split beside the mirror's file as train.parquet "
+                f"({mirror / benchmark(request.task).path}), or use --download where the hub can be reached"
             )
     return found, tuple(sources)
 

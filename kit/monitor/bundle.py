@@ -133,7 +133,7 @@ def _run(command: list[str], folder: Path, remedy: str) -> None:
         words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-3:]
         raise RunError(
             f"uPlot {version()}, with which the live dashboard draws, could not be fetched. {remedy}: {COMMAND}. "
-            f"Without it, `kit watch RUN` and run_figure(run) show the same run.\n"
+            f"Without it, `kit watch RUN` and `kit figure RUN` show the same run.\n"
             f"{' '.join(command[:4])} ... said:\n" + "\n".join(words)
         )
 

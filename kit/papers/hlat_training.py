@@ -174,7 +174,7 @@ def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict
     if not folders:
         raise ConfigError(
             f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
-            f"kit.papers.hlat_demo.{function}(FOLDER, DATA); then give FOLDER."
+            f'python -c \'from kit.papers.hlat_demo import *; {function}("FOLDER", "DATA")\'; then --run FOLDER.'
         )
     arms, source = json.loads((folders[0] / name).read_text()), demo_source(folders[:1])
     training, held_out = (

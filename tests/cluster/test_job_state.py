@@ -222,7 +222,7 @@ def test_other_host_is_not_guessed(tmp_path):
     assert status.state is JobState.RUNNING and "it runs on node77" in status.reason
     with pytest.raises(JobError, match="in use"):
         claim_attempt(tmp_path)
-    with pytest.raises(JobError, match="node77.*stop"):
+    with pytest.raises(JobError, match="node77.*`kit stop` without --now"):
         Job.attach(tmp_path).cancel()
     running(tmp_path, process=away, heartbeat=time.time() - 100)
     assert read_status(tmp_path).state is JobState.STALLED

@@ -193,7 +193,7 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
     (made,) = api.of_kind("jobs")
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
     status = job.status()
-    assert status.state is JobState.FAILED and "requeue" in status.reason and status.exit_code == 143
+    assert status.state is JobState.FAILED and "kit resume" in status.reason and status.exit_code == 143
     eks("/elsewhere").write(job.run_dir / "site.json")
     with pytest.raises(ConfigError, match="is not below '/elsewhere'"):
         job.requeue()

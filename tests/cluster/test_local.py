@@ -254,7 +254,7 @@ def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path):
 def test_live_directory_is_refused_and_left_alone(tmp_path):
     job = local.submit(spec(tmp_path, SLEEP))
     before = {file: file.read_bytes() for file in tmp_path.rglob("*.json")}
-    with pytest.raises(JobError, match="in use: attempt 1 is starting.*Job.attach"):
+    with pytest.raises(JobError, match="in use: attempt 1 is starting.*kit stop .* \\(--now"):
         local.submit(spec(tmp_path, "pass", name="other"))
     assert {file: file.read_bytes() for file in tmp_path.rglob("*.json")} == before
     job.cancel()
