@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         reason = trainer.train()
         if dist.get_rank() == 0:
             state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
-            update_state(run.directory, attempt=attempt, state=state, reason=reason)
+            update_state(run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step)
             print(reason, flush=True)
         dist.barrier(trainer.control)
         if run.plan.engine != "neuron":  # NxD finishes its checkpoints, with the group, when Python ends

@@ -157,6 +157,7 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
     stopped_at = run.metrics().summary()["step"]
     assert stopped_at < STEPS, "the stop came too late to test anything"
     assert run.checkpoints.steps()[-1] == stopped_at
+    assert run.job.status().reason == f"stopped on request at step {stopped_at}"
     kit.resume(run.directory)
     assert_done(run)
     assert run.metrics()["loss"].tolist() == unbroken.metrics()["loss"].tolist()
