@@ -20,6 +20,8 @@ BLUE, VERMILION, GREEN, PURPLE, OLIVE = "#0072B2", "#B34D00", "#007A5A", "#9A4A7
 """The Okabe-Ito hues, darkened until lines have a contrast of 4 on white. Written out where they are used, since a
 cycle's C0, C1 are looked up when the figure is saved, outside its style."""
 INK, GREY, SLATE, GRID, GROUND = "#222222", "#666666", "#555555", "#E6E6E6", "#FFFFFF"
+MUTED = "color:var(--jp-ui-font-color2,gray)"
+"""Of less important words on a page: its theme's own."""
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
 CHOICES = ("#1F83C6", "#C66A14")
 """Ends of a scale whose colours are all seen on light and on dark pages."""

@@ -31,7 +31,7 @@ class Table:
     def __repr__(self) -> str:
         lines = [self.columns, *self.cells]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         return "\n".join([self.caption, *text]).strip()
 
 

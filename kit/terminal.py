@@ -3,6 +3,7 @@
 Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a terminal is not wrapped.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +30,25 @@ PROSE = 24
 """Characters that a longer text may be folded to."""
 UNLIMITED, PICTURE = 100_000, 80
 """Characters in a line of a file or a pipe; of what is drawn, which would fill it."""
+HUGE = 1e6
+"""A loss from here on is written with an exponent."""
+
+
+def number(value: float | None, form: str) -> str:
+    """Returns a number in a format, a huge one of fixed digits with an exponent; none is a dash."""
+    if value is None or not math.isfinite(value):
+        return "–" if value is None else "not finite"
+    huge = form in (".2f", ".3f", ".4f") and abs(value) >= HUGE
+    return f"{value:{'.3e' if huge else form}}"
+
+
+def as_text(*parts: RenderableType) -> str:
+    """Returns what the terminal would show, without colours: lines of its width, or whole where there is none."""
+    console = PlainConsole(color_system=None, force_jupyter=False)
+    with console.capture() as shown:
+        for part in parts:
+            console.print(Text(part) if isinstance(part, str) else part)
+    return shown.get().removesuffix("\n")
 
 
 class PlainConsole(Console):
@@ -48,6 +68,21 @@ class PlainConsole(Console):
         """Yields the pieces of something printed, their text made plain."""
         for text, style, control in super().render(*args, **options):
             yield Segment(text if control else plain(text), style, control)
+
+
+class Trimmed:
+    """Something drawn, without the blanks at the ends of its lines."""
+
+    def __init__(self, drawn: RenderableType) -> None:
+        self.drawn = drawn
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.drawn, options, pad=False):
+            while line and not line[-1].text.strip():
+                line.pop()
+            yield from line[:-1]
+            yield from (Segment(piece.text.rstrip(), piece.style) for piece in line[-1:])
+            yield Segment.line()
 
 
 class Table:
@@ -78,7 +113,7 @@ class Table:
         prose = [width > PROSE and self._has_words(i) for i, width in enumerate(widths)]
         least = [min(width, PROSE) if folds else width for width, folds in zip(widths, prose, strict=True)]
         if sum(least) + len(GAP) * (len(least) - 1) <= options.max_width:
-            yield self._drawn(widths, prose)
+            yield Trimmed(self._drawn(widths, prose))
         else:
             yield from self._stacked(options.max_width)
 

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from kit.errors import kit_command
-from kit.terminal import PlainConsole, Table
+from kit.monitor.runs import show
+from kit.terminal import PlainConsole, Table, number
 
 RUNS = [
     ("frontier-tensor-parallel-sweep-with-a-long-name", "done", "1,234,567", "4.9882", "Dash et al. arXiv:2312.12705"),
@@ -34,12 +35,21 @@ def test_nothing_is_cut_at_any_width(width: int | None) -> None:
 
 def test_what_is_no_terminal_gets_one_line_a_row() -> None:
     title, header, *rows = shown(None).splitlines()
+    assert not re.search(r" $", shown(None), re.MULTILINE), "no blanks at the end of a line"
     assert title.strip() == "All runs of a folder" and header.split() == ["run", "state", "tokens", "loss", "reason"]
     assert len(rows) == 2 and all(row.split()[0] == cells[0] for row, cells in zip(rows, RUNS, strict=True))
 
 
 def test_a_narrow_terminal_gets_names_beside_values() -> None:
     assert "tokens 1,234,567" in shown(60) and "tokens 1,234,567" not in shown(120)
+
+
+def test_a_huge_loss_has_an_exponent() -> None:
+    assert [number(value, ".3f") for value in (2.5, -29618484.0, float("nan"), None)] == [
+        "2.500", "-2.962e+07", "not finite", "–",
+    ]  # fmt: skip
+    assert number(29618484.0, ",.0f") == "29,618,484"
+    assert show("loss", 29618484.0) == "2.962e+07" and show("tokens_per_s", 29618484.0) == "29,618,484"
 
 
 def test_a_command_in_a_message_can_be_pasted() -> None:

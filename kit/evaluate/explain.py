@@ -66,7 +66,7 @@ class ItemScore:
 
     def to_text(self) -> str:
         """Returns prompt and table for a terminal."""
-        return f"{self.prompt}\n\n{text_table(self.rows())}"
+        return text_table(f"{self.prompt}\n", self.rows())
 
     def _repr_html_(self) -> str:
         prompt = f"<pre style='white-space:pre-wrap;margin:0'>{html.escape(self.prompt)}</pre>"

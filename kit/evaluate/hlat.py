@@ -41,7 +41,7 @@ class PublishedTable(Record):
 
     def to_text(self) -> str:
         """Returns the table for a terminal."""
-        return "\n".join([f"{self.title} ({self.source})", text_table(self.texts()), *self.notes])
+        return text_table(f"{self.title} ({self.source})", self.texts(), self.notes)
 
     def _repr_html_(self) -> str:
         return html_rows(f"{self.title} ({self.source})", self.texts(), self.notes)
@@ -87,7 +87,7 @@ class Comparison:
 
     def to_text(self) -> str:
         """Returns the comparison for a terminal."""
-        return "\n".join([self._title, text_table(self.texts()), *self.notes, *self.table.notes])
+        return text_table(self._title, self.texts(), (*self.notes, *self.table.notes))
 
     def _repr_html_(self) -> str:
         return html_rows(self._title, self.texts(), (*self.notes, *self.table.notes))

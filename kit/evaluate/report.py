@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.record import Record, field_doc
+from kit import terminal
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
+from kit.style import MUTED
+from kit.table import Table
 
 Z_95 = 1.96
 """Standard deviations to each side of 95 % of a normal distribution."""
@@ -238,30 +241,24 @@ class EvalReport(Record):
 
     def to_text(self) -> str:
         """Returns the report as a table for a terminal."""
-        return "\n".join([self.title, text_table(self.rows()) or "(no scores)", *self.notes])
+        return text_table(self.title, self.rows(), self.notes)
 
     def _repr_html_(self) -> str:
         return html_rows(self.title, self.rows(), self.notes)
 
 
-def text_table(rows: Sequence[dict[str, str]]) -> str:
-    """Returns rows with the same keys as aligned columns below their names; empty without rows."""
-    if not rows:
-        return ""
-    table = [list(rows[0]), *[list(row.values()) for row in rows]]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
-    return "\n".join(lines)
+def text_table(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
+    """Returns rows with the same keys as a table for a terminal, as wide as it is, below a title and above notes."""
+    table = terminal.Table(*(rows[0] if rows else ()))
+    for row in rows:
+        table.add(*row.values())
+    return terminal.as_text(title, table if rows else "(no scores)", *notes)
 
 
 def html_rows(title: str, rows: Sequence[dict[str, str]], notes: Sequence[str] = ()) -> str:
     """Returns rows with the same keys as an HTML table, with notes below it; all text is escaped."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in (rows[0] if rows else ()))
-    cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    below = "".join(f"<div style='color:#666;font-size:small'>{html.escape(note)}</div>" for note in notes)
-    caption = f"<caption>{html.escape(title)}</caption>"
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+    below = "".join(f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in notes)
+    return Table(rows, title)._repr_html_() + below
 
 
 def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:

@@ -5,9 +5,7 @@ It needs no front-end extension, and a saved notebook shows its last state.
 
 import asyncio
 import html
-import math
 import time
-from typing import Any
 
 import numpy as np
 from IPython.display import DisplayHandle
@@ -15,14 +13,15 @@ from IPython.display import DisplayHandle
 from cluster.job import JobStatus
 from cluster.state import JobState, read_exit
 from kit.monitor.figure import loss_figure
-from kit.monitor.text import COLOURS, status_row
+from kit.monitor.text import COLOURS, duration, status_row
 from kit.run import Run
+from kit.style import MUTED
+from kit.terminal import number
 
 BADGES = {"green": "#007A5A", "cyan": "#00658C", "yellow": "#8A5A00", "red": "#B00020"}
 """Dark enough for white text on them, so that they can be read on a light and on a dark page."""
 ICONS = {JobState.RUNNING: "▶", JobState.DONE: "✔", JobState.FAILED: "✖", JobState.LOST: "✖", JobState.STALLED: "⚠",
          JobState.IMPORTED: "↧"}  # fmt: skip
-MUTED = "color:var(--jp-ui-font-color2,gray)"
 BORDER = "1px solid var(--jp-border-color2,#8884)"
 BLUE = "#1F83C6"  # a contrast above 3 on white and on dark grey
 WIDTH = 640
@@ -75,11 +74,11 @@ def view_html(run: Run, curve: str) -> str:
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
     tiles = {
         "step": f"{row['step']:,} / {row['num_steps']:,}",
-        "loss": _show(row.get("loss"), ".3f"),
-        "tokens": _show(row.get("tokens"), ",d"),
-        "tokens/s": _show(row.get("tokens_per_s"), ",.0f"),
-        "MFU": _show(row.get("mfu"), ".1%"),
-        "left": _show(row["eta_s"], ".0f", " s"),
+        "loss": number(row.get("loss"), ".3f"),
+        "tokens": number(row.get("tokens"), ",d"),
+        "tokens/s": number(row.get("tokens_per_s"), ",.0f"),
+        "MFU": number(row.get("mfu"), ".1%"),
+        "left": duration(row["eta_s"]),
     }
     boxes = "".join(
         f"<div style='border:{BORDER};border-radius:6px;padding:2px 10px;min-width:74px'>"
@@ -101,7 +100,9 @@ def view_html(run: Run, curve: str) -> str:
 
 def _bundle(run: Run, curve: str) -> dict[str, str]:
     row = status_row(run)
-    text = f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {_show(row.get('loss'), '.3f')}"
+    text = (
+        f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {number(row.get('loss'), '.3f')}"
+    )
     return {"text/html": view_html(run, curve), "text/plain": text}
 
 
@@ -110,7 +111,7 @@ def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
     metrics = run.metrics()
     if not len(metrics):
         return f"<div style='{MUTED};padding-top:12px'>Waiting for the first step.</div>"
-    first, last = (_show(float(metrics["loss"][row]), ".2f") for row in (0, -1))
+    first, last = (number(float(metrics["loss"][row]), ".2f") for row in (0, -1))
     alt = f"training loss from {first} to {last} in {len(metrics)} steps"
     lost = np.sum(~np.isfinite(metrics["loss"]))
     note = f"<div>✖ {lost:,} losses were not finite.</div>" if lost else ""
@@ -121,9 +122,3 @@ def _last_words(run: Run, state: JobState) -> str:
     """Returns the end of the failing rank's log, where the job has failed."""
     report = read_exit(run.directory) if state is JobState.FAILED else None
     return f"<pre>{html.escape(report.log_tail)}</pre>" if report else ""
-
-
-def _show(value: Any, form: str, unit: str = "") -> str:
-    if value is None:
-        return "–"
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "not finite"

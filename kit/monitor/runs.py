@@ -19,6 +19,7 @@ from kit.monitor.figure import smooth
 from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
 from kit.style import HUES, new_figure, short
+from kit.terminal import number
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20
@@ -167,18 +168,8 @@ def heading(column: str) -> str:
 
 def show(column: str, value: Any) -> str:
     """Returns a cell's text."""
-    if value is None:
-        return "–"
-    if isinstance(value, float) and not np.isfinite(value):
-        return "not finite"
-    if column == "loss":
-        return f"{value:.4f}"
-    if column == "mfu":
-        return f"{value:.1%}"
-    if column == "tokens_per_s":
-        return f"{value:,.0f}"
-    if isinstance(value, float):
-        return f"{value:g}"
+    if value is None or isinstance(value, float):
+        return number(value, {"loss": ".4f", "mfu": ".1%", "tokens_per_s": ",.0f"}.get(column, "g"))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

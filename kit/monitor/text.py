@@ -1,7 +1,6 @@
 """A run in text: one status row, and a view that refreshes in the terminal."""
 
 import io
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from kit.monitor.alerts import ROWS_PER_LOOK, Alert
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
-from kit.terminal import PlainConsole
+from kit.terminal import PlainConsole, Trimmed, number
 
 COLOURS = {
     JobState.RUNNING: "green",
@@ -138,20 +137,19 @@ def _told(dashboard: Dashboard) -> list[RenderableType]:
     return parts
 
 
-def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
+def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Trimmed:
     """Returns the numbers of the last step, as many in a line as fit."""
     columns = dashboard.columns
-    left = facts.get("eta_s")
     cells = {
         "step": f"{facts['step']:,} / {facts['num_steps']:,}",
         "loss": _last(columns["loss"], ".4f", always=True),
-        "held out": _show(_last_finite(columns["validation_loss"]), ".4f"),
+        "held out": number(_last_finite(columns["validation_loss"]), ".4f"),
         "grad norm": _last(columns["grad_norm"], ".3f"),
-        "s/step": _show(facts.get("step_time_s"), ".3g"),
-        "tokens/s": _show(facts.get("tokens_per_s"), ",.0f"),
-        "MFU": facts.get("why_no_mfu") or _show(facts.get("mfu"), ".1%"),
-        "HFU": _show(facts.get("hfu"), ".1%"),
-        "left": "-" if left is None else _duration(left),
+        "s/step": number(facts.get("step_time_s"), ".3g"),
+        "tokens/s": number(facts.get("tokens_per_s"), ",.0f"),
+        "MFU": facts.get("why_no_mfu") or number(facts.get("mfu"), ".1%"),
+        "HFU": number(facts.get("hfu"), ".1%"),
+        "left": duration(facts.get("eta_s")),
         "attempt": str(facts["attempt"]),
         "checkpoints": ", ".join(map(str, facts["checkpoints"])) or "none",
     }
@@ -160,7 +158,7 @@ def _tiles(dashboard: Dashboard, facts: dict[str, Any], width: int) -> Table:
     pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
     for start in range(0, len(pairs), 2 * in_a_line):
         table.add_row(*pairs[start : start + 2 * in_a_line])
-    return table
+    return Trimmed(table)
 
 
 def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
@@ -176,7 +174,7 @@ def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
     key, name, form = ("tokens_per_s", "tok/s", ",.0f") if facts.get("why_no_mfu") else ("mfu", "MFU", ".1%")
     bars = [line[9:] for line in curve(dashboard.curves[key], width - 18, 1 + spare // 4)]
     lines += [Text(f"{'':>8} {line}", style="green") for line in bars[:-1]]
-    lines.append(Text(f"{name:>8} {bars[-1]} {_show(facts.get(key), form)}", style="green"))
+    lines.append(Text(f"{name:>8} {bars[-1]} {number(facts.get(key), form)}", style="green"))
     return lines
 
 
@@ -222,7 +220,7 @@ def _last_finite(values: np.ndarray) -> float | None:
 def _last(values: np.ndarray, form: str, *, always: bool = False) -> str:
     """Returns the last value in words; a series that was never there, unless it is `always`, is not an alarm."""
     recorded = len(values) and (always or np.isfinite(values).any())
-    return _show(float(values[-1]), form) if recorded else "-"
+    return number(float(values[-1]), form) if recorded else "–"
 
 
 def _scores(scores: dict[str, dict[str, Any]]) -> str:
@@ -235,13 +233,10 @@ def _scores(scores: dict[str, dict[str, Any]]) -> str:
     return "; ".join(words)
 
 
-def _show(value: Any, form: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value:{form}}" if math.isfinite(value) else "not finite"
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float | None) -> str:
+    """Returns a time in seconds, minutes or hours; none is a dash."""
+    if seconds is None:
+        return "–"
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
 

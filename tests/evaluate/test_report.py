@@ -3,6 +3,7 @@
 import pytest
 
 from kit.errors import ConfigError
+from kit.evaluate.hlat import TABLES, compare
 from kit.evaluate.report import EvalReport, Metric, TaskScore, wilson
 from kit.evaluate.resolver import DataSource
 
@@ -89,6 +90,21 @@ def test_tables_have_a_title_and_escape_text():
     assert report(score()).to_text().startswith("<demo>, step 100, 51,200 training tokens\ntask  metric")
     assert "&lt;demo&gt;, step 100" in report(score())._repr_html_()
     assert "(no scores)" in report().to_text()
+
+
+def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
+    found = report(score(), score("arc_easy").replace(note="how code was kept apart, " * 5))
+    assert max(map(len, found.to_text().splitlines())) > 100, "a pipe gets one line a row"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    for text in (found.to_text(), *(table.to_text() for table in TABLES.values()), compare(report()).to_text()):
+        assert max(map(len, text.splitlines())) <= 80 and "\x1b" not in text
+    assert "data mirror:" in found.to_text() and "measured here" in compare(report()).to_text()
+
+
+def test_notes_take_the_colour_of_the_page():
+    text = report(score().replace(note="isolated"))._repr_html_()
+    assert "var(--jp-ui-font-color2" in text and "color:#" not in text
 
 
 def test_scores_of_other_tasks_are_kept(tmp_path):
