@@ -50,7 +50,7 @@ gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures
 	$(BIN)/python -m kit.gallery
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
-	$(BIN)/python -m kit.bench
+	$(BIN)/python -m tests.benchmarks
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
 	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits

@@ -242,11 +242,10 @@ class Job:
         """
         state = read_state(self.run_dir)
         if state and state.scheduler_job:
-            poll.backend(state.scheduler_job).requeue(self, state.scheduler_job)
+            poll.backend(state.scheduler_job.scheduler).requeue(self, state.scheduler_job)
             poll.POLLER.forget(state.scheduler_job)
             return
-        from cluster import local
-
+        local = poll.backend("local")
         local.check(self.spec)
         self.cancel()
         try:
@@ -257,7 +256,7 @@ class Job:
 
     def _cancel_scheduled(self, state: RunState, job: SchedulerJob) -> None:
         waiting = self.status().state in (JobState.QUEUED, JobState.REQUEUED)
-        poll.backend(job).cancel(job)
+        poll.backend(job.scheduler).cancel(job)
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
             reason = "cancelled while it waited"

@@ -75,7 +75,7 @@ class Poller:
         for scheduler, config in sorted({(job.scheduler, job.config) for job in jobs}, key=str):
             asked, asked_at = [job for job in jobs if (job.scheduler, job.config) == (scheduler, config)], time.time()
             try:
-                answers = self._ask(asked) if self._ask else backend(asked[0]).look(asked)
+                answers = self._ask(asked) if self._ask else backend(scheduler).look(asked)
             except Exception as error:  # whatever went wrong, the run directory still tells most of it
                 answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in asked}
             with self._lock:
@@ -89,9 +89,9 @@ POLLER = Poller()
 """The one of this process."""
 
 
-def backend(job: SchedulerJob) -> Any:
-    """Returns the module that speaks with a job's scheduler: `submit`, `look`, `cancel` and `requeue`."""
-    return import_module(f"cluster.{job.scheduler}")
+def backend(scheduler: str) -> Any:
+    """Returns the package of a scheduler: `submit` and `texts`; but for local `look`, `cancel` and `requeue` too."""
+    return import_module(f"cluster.{scheduler}")
 
 
 def _key(job: SchedulerJob) -> tuple:

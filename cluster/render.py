@@ -13,6 +13,7 @@ Standard library only.
 import math
 
 from cluster.job import JobSpec
+from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.scheduler import EDIT, Slurm, check_environment
 from cluster.site import Site
@@ -41,17 +42,7 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
         As `render`.
     """
     check(job, site)
-    if site.scheduler == "local":
-        from cluster.local_supervisor import render_script
-
-        return {"submit.sh": render_script(job)}
-    if site.scheduler == "kubernetes":
-        from cluster.manifest import manifest_text
-
-        return {"submit.yaml": manifest_text(job, site)}
-    from cluster.slurm_script import slurm_scripts
-
-    return slurm_scripts(job, site, slurm_table(site), warnings=warnings(job, site))
+    return backend(site.scheduler).texts(job, site)
 
 
 def check(job: JobSpec, site: Site) -> None:

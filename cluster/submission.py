@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from cluster.attempts import Files
 from cluster.job import Job, JobSpec
+from cluster.poll import backend
 from cluster.site import Site
 
 
@@ -23,12 +24,10 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         JobError: a job is live in this run directory, or the scheduler refuses, with its words.
         In each case the run directory is as it was before.
     """
-    from cluster import kubernetes, local, slurm
-
     with uninterrupted():
         if site.scheduler == "local":
-            return local.submit(job, files)
-        return (slurm if site.scheduler == "slurm" else kubernetes).submit(job, site, files)
+            return backend("local").submit(job, files)
+        return backend(site.scheduler).submit(job, site, files)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from rich.text import Text
 from cluster.state import JobError
 from kit.commands import convert, data, estimates, launching, monitor, papers, runs, scores
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
-from kit.terminal import PlainConsole
+from kit.show.terminal import PlainConsole
 
 LONG = 200
 PATHLIB = ("Symlink loop from", "Could not determine home directory")

@@ -88,7 +88,7 @@ def _deepspeed(deep: bool) -> Finding:
         return Finding(
             subject=name, found=f"{version}, not tried", ok=True, advice="a training step: `kit doctor --deep`"
         )
-    probe = [sys.executable, "-m", "kit.engines.deepspeed_probe"]
+    probe = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ def _deepspeed(deep: bool) -> Finding:
 
 def _neuron() -> Finding:
     """Only its packages are tried: a training step would need a Trainium device and minutes of compilation."""
-    from kit.engines.neuron_probe import has_device, probe
+    from kit.engines.neuron.probe import has_device, probe
 
     name, status = "neuronx-distributed", probe()
     if status.state == "ok":

@@ -13,15 +13,15 @@ from cluster.attempts import new_folders, refuse_live
 from cluster.job import JobSpec
 from cluster.render import nodes_for
 from cluster.site import Site
-from kit.checkpoint import Checkpoints
 from kit.engines import check_engine
 from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
-from kit.engines.neuron_config import job_environment
+from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
 
@@ -48,7 +48,7 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
             started.
     """
-    from kit.guard import check_guard  # with it NumPy, which `import kit` does without
+    from kit.trainer.guard import check_guard  # with it NumPy, which `import kit` does without
 
     site = Site.load(site) if isinstance(site, str) else site
     recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))

@@ -12,8 +12,8 @@ from kit.data.dataset import DESCRIPTION, Dataset
 from kit.engines import check_engine
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.show.table import Table as Table
 from kit.spec import ModelSpec
-from kit.table import Table as Table
 
 SCALES = ("demo", "cluster")
 LENGTHS = (

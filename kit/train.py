@@ -33,15 +33,15 @@ from cluster.state import (
 )
 from kit.data import Samples
 from kit.engines import ScalingEngine, build_engine
-from kit.engines.checkpoints import engine_checkpoints
-from kit.engines.neuron_compile import is_compile_phase, record_graphs
+from kit.engines.neuron.compile import is_compile_phase, record_graphs
+from kit.engines.process_group import control_group, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
-from kit.memory_advice import is_out_of_memory, memory_advice
-from kit.metrics import MetricsWriter
-from kit.process_group import control_group, start_process_group
-from kit.recovery import Recovery
+from kit.estimate.choose.memory_advice import is_out_of_memory, memory_advice
 from kit.run import Run
-from kit.watchdog import Watchdog
+from kit.run.metrics import MetricsWriter
+from kit.trainer.checkpoints import engine_checkpoints
+from kit.trainer.recovery import Recovery
+from kit.trainer.watchdog import Watchdog
 
 HEARTBEAT_EVERY_S = 1.0
 
@@ -269,7 +269,7 @@ def _check_nodes(run: Run, device: torch.device) -> None:
     ranks = dist.get_world_size()
     if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
         return
-    from kit.bench.node_check import check_nodes, record_nodes
+    from kit.measure.node_check import check_nodes, record_nodes
 
     report = check_nodes(device, run.plan.precision)
     if dist.get_rank() == 0:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kit.engines import build_engine
-from kit.engines.neuron_config import needed_environment
+from kit.engines.neuron.configuration import needed_environment
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

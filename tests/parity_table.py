@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kit.checkpoint import Checkpoints
 from kit.convert.neuron import import_nxd
-from kit.engines.deepspeed_start import import_deepspeed
-from kit.engines.neuron_checkpoint import NxdCheckpoints
+from kit.engines.deepspeed.start import import_deepspeed
+from kit.engines.neuron.checkpoint import NxdCheckpoints
 from kit.plan import Plan
+from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.engines import test_neuron
 from tests.engines.conftest import STANDIN, VERSIONS, install

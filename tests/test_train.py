@@ -18,11 +18,11 @@ import torch
 import kit
 from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
-from kit.checkpoint import Checkpoints
-from kit.checkpoint_writer import CheckpointWriter
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.run import Run
+from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
 from tests.workers import run_ranks

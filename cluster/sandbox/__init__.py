@@ -20,7 +20,7 @@ from typing import Self
 from cluster.process import Process
 from cluster.sandbox import network
 from cluster.sandbox.configuration import Layout, write_files
-from cluster.slurm_queries import client_environment, slurm_command
+from cluster.slurm.queries import client_environment, slurm_command
 from cluster.state import JobError
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2"

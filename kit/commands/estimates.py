@@ -12,7 +12,7 @@ from rich.text import Text
 from cluster.record import ConfigError, write_atomic
 from kit.commands.options import JsonOption, console
 from kit.plan import EngineName
-from kit.terminal import Table
+from kit.show.terminal import Table
 
 app = typer.Typer()
 bench_app = typer.Typer(no_args_is_help=True)
@@ -35,7 +35,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest layout of a model on a machine, and say why it is."""
-    from kit.estimate.report import plan_report
+    from kit.estimate.choose.report import plan_report
 
     if out is not None:
         _check_out(out)
@@ -64,8 +64,8 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Print the estimator's error on published runs, whole groups held out, or on those of a CSV."""
-    from kit.bench.results import format_value, load_average, write_results
-    from kit.estimate.validate import validate as validate_runs
+    from kit.estimate.validation.validate import validate as validate_runs
+    from kit.show.results import format_value, load_average, write_results
 
     load = load_average()
     found = validate_runs(rows, calibrate, seed)
@@ -87,7 +87,7 @@ def calibrate(
 ) -> None:
     """Fit the estimator's efficiencies to measured runs, and say which of them the runs do not tell."""
     from cluster.site import Site
-    from kit.estimate.calibrate import calibrate as fit
+    from kit.estimate.fit.calibrate import calibrate as fit
 
     found = fit(runs, Site.load(site) if site else None)
     if as_json:
@@ -111,7 +111,7 @@ def bench_site(
 ) -> None:
     """Measure matrix products, memory and collectives of this machine; or again the peak that a run's MFU rests on."""
     from cluster.site import Site
-    from kit.bench.site import measure_site, to_toml
+    from kit.measure.site import measure_site, to_toml
 
     if apply is not None:
         if out is not None:
@@ -137,7 +137,7 @@ def bench_site(
 
 def _apply_peak(directory: Path, as_json: bool) -> None:
     """Measures a run's peak again, and reads the run again with it."""
-    from kit.bench.site import remeasure
+    from kit.measure.site import remeasure
     from kit.run import Run
 
     found = remeasure(Run.open(directory))

@@ -22,8 +22,8 @@ from kit.errors import ConfigError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.show.terminal import PlainConsole
 from kit.spec import ModelSpec
-from kit.terminal import PlainConsole
 
 app = typer.Typer()
 DEMO = "demo"
@@ -241,7 +241,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None) -> No
 
 
 def _measured(site: Site, plan: Plan, run: Path) -> Site:
-    from kit.bench.gemm import is_settled, measured_site
+    from kit.measure.gemm import is_settled, measured_site
 
     site = measured_site(site, plan.precision)
     if not is_settled(site.device.peak_flops_per_s[plan.precision]):

@@ -22,8 +22,8 @@ from kit.commands.options import (
 )
 from kit.errors import RunError, kit_command
 from kit.run import Run
+from kit.show.terminal import Table
 from kit.spec import ModelSpec
-from kit.terminal import Table
 
 if TYPE_CHECKING:
     from kit.monitor.runs import RunsTable
@@ -97,7 +97,7 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
-    from kit.monitor.importers import import_log
+    from kit.foreign.importers import import_log
 
     spec = None if model is None else ModelSpec.load(model)
     changes = parse_settings(settings)
@@ -115,7 +115,7 @@ def import_(
 
 def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
     from kit.monitor.runs import compare_figure
-    from kit.style import check_picture, save_figure
+    from kit.show.style import check_picture, save_figure
 
     file = check_picture(out or folder / "compare.png")
     if missing := [name for name in names if not (folder / name).is_dir()]:

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from kit.errors import ConfigError, kit_command
-from kit.terminal import PlainConsole, Table
+from kit.show.terminal import PlainConsole, Table
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]

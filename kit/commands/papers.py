@@ -11,7 +11,7 @@ from rich.text import Text
 from cluster.record import ConfigError
 from kit.commands.options import JsonOption, console
 from kit.papers import FIGURES, paper_figure, save_all
-from kit.terminal import PlainConsole, Table
+from kit.show.terminal import PlainConsole, Table
 
 app = typer.Typer()
 
@@ -47,8 +47,8 @@ def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json
     What the paper prints as a table is written to a .csv only (default: NAME.csv); `out` may name one for a figure too.
     What was given and is not drawn is told on standard error.
     """
-    from kit import table
-    from kit.style import check_picture, save_figure
+    from kit.show import table
+    from kit.show.style import check_picture, save_figure
 
     only_table = out is not None and out.suffix.lower() == ".csv"
     file = out if out and only_table else check_picture(out or Path(f"{name}.png"))

@@ -12,7 +12,7 @@ from cluster.job import Job
 from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.terminal import Table, plain
+from kit.show.terminal import Table, plain
 
 app = typer.Typer()
 
@@ -110,7 +110,7 @@ def figure(
     """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
     from kit.monitor import run_figure
     from kit.papers import FIGURES
-    from kit.style import check_picture, save_figure
+    from kit.show.style import check_picture, save_figure
 
     if str(run) in FIGURES:
         from kit.commands.papers import draw_paper_figure

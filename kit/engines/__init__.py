@@ -84,11 +84,11 @@ def build_engine(
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
     if plan.engine == "deepspeed":
         check_engine(plan)
-        from kit.engines.deepspeed import DeepSpeedEngine
+        from kit.engines.deepspeed.engine import DeepSpeedEngine
 
         return DeepSpeedEngine(spec, plan, recipe, device, initialise=initialise)
-    from kit.engines.neuron import NeuronEngine
-    from kit.engines.neuron_probe import import_nxd
+    from kit.engines.neuron.engine import NeuronEngine
+    from kit.engines.neuron.probe import import_nxd
 
     import_nxd()
     return NeuronEngine(spec, plan, recipe, device, initialise=initialise)
@@ -101,10 +101,10 @@ def check_engine(plan: Plan) -> None:
         MissingPackageError: the engine's package is not installed, or not one that can train.
     """
     if plan.engine == "neuron":
-        from kit.engines.neuron_probe import require
+        from kit.engines.neuron.probe import require
 
         require()
     if plan.engine == "deepspeed":
-        from kit.engines.deepspeed_package import require
+        from kit.engines.deepspeed.package import require
 
         require()

@@ -3,8 +3,8 @@
 import json
 import shlex
 
-from kit.engines.deepspeed_config import deepspeed_config, megatron_arguments
-from kit.engines.neuron_config import nxd_arguments
+from kit.engines.deepspeed.configuration import deepspeed_config, megatron_arguments
+from kit.engines.neuron.configuration import nxd_arguments
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.data.wheels import file_sha256
 from kit.errors import ConfigError
 from kit.evaluate import Options, check_request, keep_scores, score_all
 from kit.evaluate.report import EvalReport
-from kit.wheels import file_sha256
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
 

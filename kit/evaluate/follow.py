@@ -12,12 +12,12 @@ import cluster
 from cluster.job import Job, JobSpec
 from cluster.record import Record, field_doc
 from cluster.state import JobError
+from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError
 from kit.evaluate import Options, check_request, default_mirror, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
-from kit.wheels import file_sha256
 
 Wait = Callable[[float], None]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kit.errors import ConfigError
-from kit.key_value_cache import KeyValueCache
 from kit.model import Decoder, Past
+from kit.model.key_value_cache import KeyValueCache
 
 DEFAULT_NEW_TOKENS = 256
 """Tokens to generate where a task does not say; the value of the harness's own Hugging Face model."""

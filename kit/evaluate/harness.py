@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.evaluate import heldout
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest, benchmark
 from kit.evaluate.report import Metric, TaskScore
 from kit.evaluate.resolver import DataSource, mirror_first, swapped
-from kit.wheels import file_sha256
 
 if TYPE_CHECKING:
     from kit.evaluate.adapter import DecoderLM

@@ -12,8 +12,8 @@ from kit.model import Decoder
 from kit.parallel.apply import build_decoders
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
-from kit.recovery import verify_together
 from kit.run import Run
+from kit.trainer.recovery import verify_together
 
 
 def load_on_ranks(

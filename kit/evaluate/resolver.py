@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.record import Record, field_doc
+from kit.data.wheels import file_sha256
 from kit.errors import DataError
 from kit.evaluate.task_data import read_manifest
-from kit.wheels import file_sha256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

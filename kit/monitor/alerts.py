@@ -1,115 +1,33 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
-Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.spikes`); a peak that the run
-goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow rank;
-memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
+Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.trainer.spikes`); a peak that
+the run goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow
+rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
 """
 
-import dataclasses
-import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from cluster.job import JobStatus
-from cluster.record import ConfigError, Record, field_doc
 from cluster.state import JobState
-from kit.checkpoint import BYTES_PER_PARAM
 from kit.errors import kit_command
-from kit.monitor.columns import Columns
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
-from kit.spikes import spikes
+from kit.run.alerts import Alert, AlertLog, Level
+from kit.run.checkpoint import BYTES_PER_PARAM
+from kit.run.columns import Columns
+from kit.trainer.spikes import spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
 ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
-SAME_WITHIN_STEPS, SAME_WITHIN_S = 50, 600.0
-
-Level = Literal["warning", "error"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alert(Record):
-    """One line for people, with where to look."""
-
-    kind: str = field_doc(
-        "nan, spike, peak, stall, mfu, straggler, memory, disk, checkpoint or job; guard: what the trainer did"
-    )
-    level: Level = field_doc("how bad")
-    message: str = field_doc("what happened, in numbers")
-    attempt: int = field_doc("of the run")
-    step: int = field_doc("where to look")
-    time: float = field_doc("unix time: of the step where one is to blame, else of the look")
-
-    def is_same(self, other: "Alert") -> bool:
-        """Whether both tell of the same event, so that one of them is enough."""
-        if (self.kind, self.attempt, self.level) != (other.kind, other.attempt, other.level):
-            return False
-        if self.kind in ("job", "peak"):  # an attempt fails once, however often and late it is looked at
-            return self.message.partition(":")[0] == other.message.partition(":")[0]
-        if self.kind == "guard":
-            return self.step == other.step
-        if self.kind in ("nan", "spike"):
-            return abs(self.step - other.step) <= SAME_WITHIN_STEPS
-        return abs(self.time - other.time) <= SAME_WITHIN_S
-
-
-class AlertLog:
-    """The alerts of a run, oldest first; several watchers may write, each event is listed once."""
-
-    def __init__(self, file: Path) -> None:
-        self.file, self.alerts = file, []
-        self._position = 0
-        self.read()
-
-    def read(self) -> list[Alert]:
-        """Takes over what others have written since the last time, and returns all alerts."""
-        try:
-            with self.file.open("rb") as stream:
-                if stream.seek(0, os.SEEK_END) < self._position:
-                    self._position, self.alerts = 0, []
-                stream.seek(self._position)
-                text = stream.read()
-        except OSError:
-            return self.alerts
-        whole = text[: text.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
-            try:
-                self._take(Alert.from_json(line.decode()))
-            except (ConfigError, UnicodeDecodeError, RecursionError):  # torn, or of another version
-                continue
-        return self.alerts
-
-    def add(self, alerts: list[Alert]) -> list[Alert]:
-        """Writes those that are new, and returns them; where that is not possible, only the record is lost."""
-        if not alerts:
-            return []
-        self.read()
-        new = [alert for alert in alerts if self._take(alert)]
-        lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
-        try:
-            if new:
-                with self.file.open("ab") as stream:  # one write, so that lines of two watchers never mix
-                    stream.write(lines)
-        except OSError:
-            pass
-        return new
-
-    def _take(self, alert: Alert) -> bool:
-        if any(alert.is_same(known) for known in self.alerts):
-            return False
-        self.alerts.append(alert)
-        return True
 
 
 class Watchman:

@@ -15,8 +15,8 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from kit.data.wheels import user_cache
 from kit.errors import RunError
-from kit.wheels import user_cache
 
 STATIC = Path(str(files("kit.monitor") / "static"))
 FILES = ("dist/uPlot.iife.min.js", "dist/uPlot.min.css", "LICENSE", "package.json")

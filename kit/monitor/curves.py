@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kit.metrics import refutes_peak
-from kit.monitor.columns import Columns
+from kit.run.columns import Columns
+from kit.run.metrics import refutes_peak
 
 AXES = ("step", "tokens", "time")
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
@@ -51,7 +51,7 @@ class Curves:
     def times_peak(self) -> float | None:
         """How many times the peak the steps above it reach, in the median, where there are too many to believe it.
 
-        There is then no MFU and no HFU, by the rule of `kit.metrics.Metrics.mfu`.
+        There is then no MFU and no HFU, by the rule of `kit.run.metrics.Metrics.mfu`.
         """
         above = self._above_peak.array
         return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None

@@ -16,14 +16,14 @@ import numpy as np
 from cluster.job import read_status
 from cluster.state import log_path, read_exit, read_state
 from kit.errors import ConfigError, RunError
-from kit.metrics import utilisation_rates
 from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
-from kit.monitor.columns import CHUNK_BYTES, Columns
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
+from kit.run.columns import CHUNK_BYTES, Columns
+from kit.run.metrics import utilisation_rates
 
 MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
@@ -201,7 +201,7 @@ class Dashboard:
 
     @property
     def why_no_mfu(self) -> str | None:
-        """As of `kit.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
+        """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
         if self.curves.times_peak is not None:
             return "above the peak"
         return "peak unknown" if self.run.site.peak_flops_per_s(self.run.plan.precision) is None else None

@@ -9,9 +9,9 @@ import numpy as np
 
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
-from kit.metrics import Metrics
-from kit.monitor.rows import MetricsFollower, rows_to_metrics
 from kit.run import Run
+from kit.run.metrics import Metrics
+from kit.run.rows import MetricsFollower, rows_to_metrics
 
 FORMATS = ("csv", "parquet")
 

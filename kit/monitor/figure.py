@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from kit.metrics import Metrics, median
 from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY, VERMILION, new_figure, short
+from kit.run.metrics import Metrics, median
+from kit.show.style import BLUE, GREEN, GREY, VERMILION, new_figure, short
 
 EMA_STEPS = 5
 

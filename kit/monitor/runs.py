@@ -14,12 +14,12 @@ import numpy as np
 from cluster.record import ConfigError
 from cluster.state import JobError
 from kit.errors import RunError, kit_command
-from kit.metrics import median
 from kit.monitor.figure import smooth
-from kit.monitor.rows import parse_row, rows_to_metrics
 from kit.run import Run
-from kit.style import HUES, new_figure, short
-from kit.terminal import number
+from kit.run.metrics import median
+from kit.run.rows import parse_row, rows_to_metrics
+from kit.show.style import HUES, new_figure, short
+from kit.show.terminal import number
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20

@@ -7,7 +7,7 @@ import numpy as np
 from kit.errors import RunError, kit_command
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.run import Run
-from kit.style import HUES, SLATE, new_figure
+from kit.show.style import HUES, SLATE, new_figure
 
 COLOURS = (*HUES, SLATE)
 MARKERS = ("o", "s", "^", "D", "v")

@@ -20,9 +20,9 @@ import numpy as np
 from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError
-from kit.monitor.rows import MetricsFollower, is_number, number, rows_to_metrics
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
+from kit.run.rows import MetricsFollower, is_number, number, rows_to_metrics
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")

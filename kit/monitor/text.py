@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.state import JobState
-from kit.monitor.alerts import ROWS_PER_LOOK, Alert
+from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
-from kit.terminal import PlainConsole, Trimmed, number
+from kit.run.alerts import Alert
+from kit.show.terminal import PlainConsole, Trimmed, number
 
 COLOURS = {
     JobState.RUNNING: "green",

@@ -16,10 +16,10 @@ import numpy as np
 import traitlets
 
 from kit.monitor.bundle import source
-from kit.monitor.columns import CHUNK_BYTES
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
-from kit.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH, short
+from kit.run.columns import CHUNK_BYTES
+from kit.show.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH, short
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
@@ -204,7 +204,9 @@ class Monitor(anywidget.AnyWidget):
 
 def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their averages."""
-    from kit.themed_figure import ThemedFigure  # no style of matplotlib's, which is global: this also runs in a thread
+    from kit.show.themed_figure import (
+        ThemedFigure,  # no style of matplotlib's, which is global: this also runs in a thread
+    )
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")

@@ -14,9 +14,9 @@ from cluster.record import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from kit.run import Run
-    from kit.style import Rows
-    from kit.table import Table
-    from kit.themed_figure import ThemedFigure
+    from kit.show.style import Rows
+    from kit.show.table import Table
+    from kit.show.themed_figure import ThemedFigure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,8 +161,8 @@ def save_all(
     Returns:
         Why a figure is not drawn (some show runs only), or "", by its name.
     """
-    from kit.style import save_figure
-    from kit.table import Table
+    from kit.show.style import save_figure
+    from kit.show.table import Table
 
     problems = {}
     for name, figure in figures.items():

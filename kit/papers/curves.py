@@ -6,7 +6,7 @@ import numpy as np
 
 from kit.papers.layers import Layer, Runs, demo_source, opened, scale_of
 from kit.papers.panels import COLOURS, DEMO_COLOURS, mark_demo_scale
-from kit.style import short
+from kit.show.style import short
 
 
 def curves(runs: Runs, column: str) -> list[Layer]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from cluster.record import write_atomic
-from kit.estimate.objectives import MeasuredRate
-from kit.estimate.tune import Trials, tune
+from kit.estimate.tuning.objectives import MeasuredRate
+from kit.estimate.tuning.tune import Trials, tune
 from kit.papers.layers import WARM_UP, Runs, note_load, opened, scale_of, tokens_per_s_and_device
 from kit.recipe import Recipe
 from kit.run import Run

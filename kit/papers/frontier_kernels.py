@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.figures import plain_ticks
+from kit.estimate.choose.figures import plain_ticks
 from kit.papers.frontier_demo import ATTENTION
 from kit.papers.frontier_model import (
     MODELS,
@@ -26,8 +26,8 @@ from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
+from kit.show.style import GREEN, GREY, SLATE, Rows, new_figure
 from kit.spec import ModelSpec
-from kit.style import GREEN, GREY, SLATE, Rows, new_figure
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 TOKENS_PER_STEP = 640 * 2048

@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from kit.estimate.activations import MEGATRON
-from kit.estimate.figures import plain_ticks
-from kit.estimate.layouts import Layouts
-from kit.estimate.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
-from kit.estimate.out_of_memory import RESERVE
+from kit.estimate.choose.figures import plain_ticks
+from kit.estimate.theory.activations import MEGATRON
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
+from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
 from kit.papers.layers import Layer, Runs, measured, table
 from kit.papers.panels import draw, finish
 from kit.run import Run
+from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
-from kit.style import Rows, new_figure
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 NO_MOMENTS = Convention(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate import published
-from kit.estimate.calibrate import Calibration, calibrate, published_calibration
-from kit.estimate.hardware import Hardware
-from kit.estimate.layouts import Array, Layouts
-from kit.estimate.published import PublishedRun
+from kit.estimate.fit import published
+from kit.estimate.fit.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.hardware import Hardware
+from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.layers import Facts, Layer
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec

@@ -9,8 +9,8 @@ from kit.papers.frontier_throughput import ALONE, MODEL, STAGES, microbatch_plan
 from kit.papers.layers import Layer, Runs, measured, opened, tokens_per_s_and_device
 from kit.papers.panels import paper_table
 from kit.papers.relations import Relation
+from kit.show.style import Rows
 from kit.spec import ModelSpec
-from kit.style import Rows
 
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 

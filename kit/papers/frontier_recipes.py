@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.activations import MEGATRON
-from kit.estimate.figures import plain_ticks
-from kit.estimate.memory import memory
-from kit.estimate.out_of_memory import RESERVE
+from kit.estimate.choose.figures import plain_ticks
+from kit.estimate.theory.activations import MEGATRON
+from kit.estimate.theory.memory import memory
+from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, calibration, compared, facts, layouts_of, model_error, throughput_layer
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
 from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
 from kit.papers.panels import draw, finish, paper_table
 from kit.run import Run
+from kit.show.style import Rows, new_figure
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import Rows, new_figure
 
 TOKENS = 20e12
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)

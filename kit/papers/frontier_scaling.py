@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.estimate.layouts import Array, Layouts
+from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_memory import LUMI_MODEL
 from kit.papers.frontier_model import (
@@ -23,8 +23,8 @@ from kit.papers.layers import Layer, Runs, hfu_percent, measured, scale_of, tabl
 from kit.papers.panels import draw, finish, pairs
 from kit.plan import Plan
 from kit.run import Run
+from kit.show.style import GREY, Rows, new_figure
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import GREY, Rows, new_figure
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 STRONG_BATCH = 8064

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.activations import MEGATRON
-from kit.estimate.layouts import Array, Layouts
-from kit.estimate.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
-from kit.estimate.out_of_memory import RESERVE
-from kit.estimate.search import Machine
-from kit.estimate.sensitivity import sensitivity
-from kit.estimate.tune import Trials, tune
+from kit.estimate.choose.search import Machine
+from kit.estimate.theory.activations import MEGATRON
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
+from kit.estimate.tuning.sensitivity import sensitivity
+from kit.estimate.tuning.tune import Trials, tune
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
+from kit.show.style import BLUE, VERMILION, Rows, new_figure
 from kit.spec import FlopBasis, ModelSpec
-from kit.style import BLUE, VERMILION, Rows, new_figure
 
 NUM_TRIALS = 60
 SPACES: dict[str, tuple[str, dict[str, tuple]]] = {

@@ -19,8 +19,8 @@ from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_dev
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
+from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
-from kit.style import Rows, new_figure
 
 MODEL = "gpt-22b"
 TENSOR = (1, 2, 4, 8, 16)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
-from kit.estimate.figures import plain_ticks
+from kit.estimate.choose.figures import plain_ticks
 from kit.papers.hlat_model import (
     BATCH,
     MAX_RISK,
@@ -34,8 +34,8 @@ from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
 from kit.plan import Plan
 from kit.run import Run
+from kit.show.style import GREY, VERMILION, Rows, new_figure
 from kit.spec import ModelSpec
-from kit.style import GREY, VERMILION, Rows, new_figure
 
 Array = np.ndarray
 SHORT = {TRN1: "trn1", P4D: "p4d"}

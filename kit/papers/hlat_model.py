@@ -11,15 +11,15 @@ import numpy as np
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate import published
-from kit.estimate.activations import MEGATRON
-from kit.estimate.calibrate import Calibration, calibrate, published_calibration
-from kit.estimate.hardware import Hardware
-from kit.estimate.layouts import Array, Layouts
-from kit.estimate.memory import memory
-from kit.estimate.out_of_memory import RESERVE
-from kit.estimate.published import PublishedRun
-from kit.estimate.search import search
+from kit.estimate.choose.search import search
+from kit.estimate.fit import published
+from kit.estimate.fit.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.activations import MEGATRON
+from kit.estimate.theory.hardware import Hardware
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.memory import memory
+from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.layers import Facts
 from kit.plan import Plan
 from kit.spec import ModelSpec

@@ -12,7 +12,7 @@ from kit.monitor.scores import eval_reports
 from kit.papers.layers import Layer, Runs, opened, scale_of
 from kit.papers.panels import paper_table
 from kit.run import Run
-from kit.style import Rows
+from kit.show.style import Rows
 
 SHORT = {
     "sequence_length": "tokens", "commonsense": "CR", "world_knowledge": "WK", "reading": "RC", "math": "Math",

@@ -10,8 +10,8 @@ from kit.papers.layers import Layer, Runs, opened, scale_of, table
 from kit.papers.panels import draw, finish, pairs, paper_table
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.show.style import GREY, Rows, new_figure
 from kit.spec import ModelSpec
-from kit.style import GREY, Rows, new_figure
 
 EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"
 SHAPES = {

@@ -12,7 +12,7 @@ from kit.papers.hlat_model import facts
 from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
 from kit.papers.panels import draw, finish, pairs
 from kit.run import Run
-from kit.style import GREY, Rows, new_figure
+from kit.show.style import GREY, Rows, new_figure
 
 PANELS = {
     "mmlu": "MMLU", "commonsense": "common sense", "world_knowledge": "world knowledge", "reading": "BoolQ",

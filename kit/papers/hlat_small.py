@@ -13,7 +13,7 @@ from kit.data.samples import Samples
 from kit.model import build_decoder
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from kit.spikes import WINDOW, stands_out
+from kit.trainer.spikes import WINDOW, stands_out
 
 SPEC = ModelSpec.llama(
     name="llama-small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=176,

@@ -33,7 +33,7 @@ from cluster.record import ConfigError, Record, field_doc, suggestion, write_ato
 from kit.errors import kit_command
 from kit.monitor.runs import find_runs
 from kit.run import Run
-from kit.style import Rows
+from kit.show.style import Rows
 
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""

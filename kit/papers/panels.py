@@ -8,8 +8,8 @@ import numpy as np
 
 from cluster.record import ConfigError
 from kit.papers.layers import Layer
-from kit.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, short
-from kit.table import Table
+from kit.show.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, short
+from kit.show.table import Table
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
 DEMO_COLOURS = (PURPLE, OLIVE)
@@ -83,7 +83,7 @@ def finish(
     """Writes the caption below a figure, three lines at most, and gives it the notes of where each layer comes from.
 
     Args:
-        figure: of `kit.style.new_figure`, whose constrained layout makes room for the caption.
+        figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
         layers: all of its panels.
         shows: what is drawn.
         holds: what is seen, or which published values the model meets.

@@ -8,8 +8,8 @@ import pytest
 
 from cluster.site import Site
 from cluster.state import JobState, asked_at, log_path, read_state, take_request
-from kit.monitor.alerts import Alert
 from kit.run import Run
+from kit.run.alerts import Alert
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, say
 
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"

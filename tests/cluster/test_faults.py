@@ -19,9 +19,9 @@ from cluster import slurm
 from cluster.job import Job, JobSpec
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from kit import launcher
-from kit.bench.results import Row, load_average, row, write_results
 from kit.plan import Plan
 from kit.run import Run
+from kit.show.results import Row, load_average, row, write_results
 from tests.cluster.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -254,7 +254,7 @@ def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path, m
     job = standin(tmp_path / "beheaded", site)
     at_step(job, 10)
     start = time.time()
-    (supervisor,) = {*processes("cluster.slurm_supervisor")} & {*processes(str(job.run_dir))}
+    (supervisor,) = {*processes("cluster.slurm.supervisor")} & {*processes(str(job.run_dir))}
     os.kill(supervisor, signal.SIGKILL)
     status = job.wait(60)
     measured("supervisor killed, no accounting: end known", time.time() - start, at_most=60, note=status.reason)

@@ -13,12 +13,12 @@ import pytest
 
 from cluster import poll
 from cluster.attempts import claim_attempt, hand_over, take_over
-from cluster.beat import Line, Switchboard
 from cluster.job import Job, JobSpec, read_status
 from cluster.poll import Look, Poller
 from cluster.process import Process
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
+from cluster.slurm.beat import Line, Switchboard
 from cluster.state import (
     ExitReport,
     JobError,

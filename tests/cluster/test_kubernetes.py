@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import cluster
-from cluster import kubernetes, kubernetes_client
+from cluster import kubernetes
+from cluster.kubernetes import client as kubernetes_client
 from cluster.poll import POLLER
 from cluster.record import ConfigError
 from cluster.render import render

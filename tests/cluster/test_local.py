@@ -20,7 +20,7 @@ from cluster.record import ConfigError
 from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
 from tests.cluster.waiting import eventually
 
-ROOT = Path(local.__file__).parent.parent
+ROOT = Path(local.__file__).parents[2]
 SLEEP = "import time; time.sleep(60)"
 FAST = [sys.executable, "-S", "-c"]
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.manifest import manifest_text, manifests, pod_script, to_yaml
+from cluster.kubernetes.manifest import manifest_text, manifests, pod_script, to_yaml
 from cluster.record import ConfigError
 from cluster.render import render
 from cluster.state import JobState, read_exit, read_state

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import poll, preflight, slurm, slurm_queries
+from cluster import poll, slurm
 from cluster.job import JobSpec
 from cluster.poll import Look, Poller
 from cluster.record import ConfigError
 from cluster.sandbox import Sandbox, why_not
 from cluster.site import Site
+from cluster.slurm import preflight
+from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit, read_state
 from tests.cluster.waiting import eventually
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster import slurm_script
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.render import scripts
 from cluster.scheduler import Broadcast
 from cluster.site import Site
+from cluster.slurm import script as slurm_script
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -38,8 +38,8 @@ done""",
     "python": """
 module=$2
 case $module in
-    cluster.slurm_supervisor) shift 4; export KIT_ATTEMPT=3 ;;
-    cluster.rank) shift 2 ;;
+    cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3 ;;
+    cluster.slurm.rank) shift 2 ;;
     torch.distributed.run)
         for word in "$@"; do
             case $word in --node-rank=*) node=${word#*=} ;; --nproc-per-node=*) ranks=${word#*=} ;; esac
@@ -243,7 +243,7 @@ def test_trainium_as_hlat_released_it(portable, name, nodes):
     assert "exec neuron_parallel_compile" in texts["compile.sh"] and "neuron_parallel" not in texts["submit.sh"]
     assert exports(texts["compile.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/fsx/")
     assert exports(texts["submit.sh"])["NEURON_COMPILE_CACHE_URL"].startswith("/local_storage/")
-    assert "cluster.slurm_supervisor" not in texts["compile.sh"], "a compile job is no attempt of the run"
+    assert "cluster.slurm.supervisor" not in texts["compile.sh"], "a compile job is no attempt of the run"
 
 
 @pytest.mark.parametrize("name", ["lumi", "perlmutter", "generic-gpu-slurm", *JOBS])

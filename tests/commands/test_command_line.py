@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.estimate.published import FILE
+from kit.estimate.fit.published import FILE
 from kit.plan import Plan
 from kit.spec import ModelSpec
 

@@ -13,23 +13,24 @@ from typing import Any
 import pytest
 
 import kit
-from cluster import local, preflight, slurm
+from cluster import local, slurm
 from cluster.attempts import claim_attempt
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.record import ConfigError, Record
 from cluster.site import Site
+from cluster.slurm import preflight
 from cluster.state import JobError, ask, log_path, take_request, update_state, write_end
 from kit import launcher
 from kit.__main__ import app
-from kit.checkpoint import Manifest
 from kit.data import Dataset
 from kit.errors import CheckpointError, DataError, MissingPackageError, RunError
 from kit.evaluate.follow import follow_run
-from kit.monitor.importers import import_log
+from kit.foreign.importers import import_log
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.cluster.eks import eks
 from tests.monitor.recorded import rows

@@ -9,13 +9,13 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
-from kit.checkpoint_writer import CheckpointWriter
 from kit.convert.deepspeed import export_universal, import_universal
-from kit.engines.deepspeed import DeepSpeedEngine
-from kit.engines.deepspeed_config import deepspeed_config
-from kit.engines.deepspeed_start import import_deepspeed
+from kit.engines.deepspeed.configuration import deepspeed_config
+from kit.engines.deepspeed.engine import DeepSpeedEngine
+from kit.engines.deepspeed.start import import_deepspeed
 from kit.errors import CheckpointError, ConfigError, DataError
 from kit.plan import Plan
+from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests.parity import CPU, RECIPE, TOLERANCE, batches, build, make_plan
 from tests.workers import run_ranks

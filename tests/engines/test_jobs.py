@@ -14,7 +14,7 @@ from cluster.site import Site
 from cluster.state import write_end
 from kit import launcher
 from kit.engines.configuration import configuration_files
-from kit.engines.deepspeed_config import deepspeed_config
+from kit.engines.deepspeed.configuration import deepspeed_config
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

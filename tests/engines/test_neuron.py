@@ -15,15 +15,15 @@ import torch
 
 import kit
 from cluster.state import JobState, read_state
-from kit.checkpoint import Checkpoints
 from kit.convert.neuron import import_nxd
-from kit.engines.neuron_checkpoint import SETTLE_STEPS, NxdCheckpoints
-from kit.engines.neuron_config import needed_environment
-from kit.engines.neuron_probe import probe
+from kit.engines.neuron.checkpoint import SETTLE_STEPS, NxdCheckpoints
+from kit.engines.neuron.configuration import needed_environment
+from kit.engines.neuron.probe import probe
 from kit.errors import CheckpointError, ConfigError
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.engines.signatures import SIGNATURES
 from tests.parity import BATCH, RECIPE, TOLERANCE, batches, build, differences, make_plan, overfit, train

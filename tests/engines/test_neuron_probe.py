@@ -10,7 +10,7 @@ import pytest
 import kit
 from kit import doctor
 from kit.commands.runs import engine as show_engine
-from kit.engines.neuron_probe import SUPPORTED, NeuronError, probe, require
+from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
 from kit.errors import MissingPackageError
 from kit.plan import Plan
 from tests.engines.conftest import VERSIONS, install
@@ -107,7 +107,7 @@ def test_doctor_row(installed, monkeypatch):
 
 
 def test_doctor_does_not_promise_training_without_a_device(standin, monkeypatch):
-    monkeypatch.setattr("kit.engines.neuron_probe.has_device", lambda: False)
+    monkeypatch.setattr("kit.engines.neuron.probe.has_device", lambda: False)
     row = doctor._neuron()
     assert row.ok is None and row.found.startswith("0.17.26814, imported; no Neuron device")
 

@@ -8,7 +8,7 @@ from torch.distributed.run import parse_args
 
 import kit
 from cluster.site import Site
-from kit.engines.neuron_config import (
+from kit.engines.neuron.configuration import (
     check_environment,
     check_platform,
     job_environment,

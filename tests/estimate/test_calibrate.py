@@ -8,13 +8,13 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.estimate import fitting, published
-from kit.estimate.calibrate import calibrate, propose, published_calibration
-from kit.estimate.fitting import Prior, fit, sensitivity
-from kit.estimate.hardware import NAMES, Coefficients, Hardware
-from kit.estimate.layouts import Layouts
-from kit.estimate.measured_rows import hardware_on, rows_of
-from kit.estimate.step_time import step_time
+from kit.estimate.fit import fitting, published
+from kit.estimate.fit.calibrate import calibrate, propose, published_calibration
+from kit.estimate.fit.fitting import Prior, fit, sensitivity
+from kit.estimate.fit.measured_rows import hardware_on, rows_of
+from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kit.errors import ConfigError
-from kit.estimate import published
-from kit.estimate.activations import KIT, MEGATRON, in_flight, layer_activations
-from kit.estimate.layouts import Layouts
-from kit.estimate.memory import CONVENTIONS, TERMS, memory, memory_by_stage
-from kit.estimate.memory_fit import fit_out_of_memory, fit_reserve, minimise
-from kit.estimate.memory_validation import memory_validation
-from kit.estimate.orders import Order
-from kit.estimate.out_of_memory import RESERVE
+from kit.estimate.fit import published
+from kit.estimate.fit.memory_fit import fit_out_of_memory, fit_reserve, minimise
+from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.memory import CONVENTIONS, TERMS, memory, memory_by_stage
+from kit.estimate.theory.orders import Order
+from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.validation.memory_validation import memory_validation
 from kit.model import Block, Decoder
 from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
@@ -123,7 +123,7 @@ def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recomp
 
 @pytest.mark.parametrize("chunk", [0, 2**18, 2**25])
 def test_loss_of_the_kit(chunk, monkeypatch):
-    monkeypatch.setattr("kit.cross_entropy.LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr("kit.model.cross_entropy.LOGITS_AT_ONCE", chunk)
     spec = ModelSpec.gpt(**SHAPES | dict(num_layers=1, hidden_size=32, vocab_size=8192))
     decoder, tokens = Decoder(spec).to(torch.bfloat16), torch.randint(0, 8192, (2, 64))
     with LiveBytes() as live:

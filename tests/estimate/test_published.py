@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cluster.record import ConfigError
-from kit.estimate import published
-from kit.estimate.published import FILE, Basis
+from kit.estimate.fit import published
+from kit.estimate.fit.published import FILE, Basis
 from kit.spec import FlopBasis
 
 GOOD = dict(

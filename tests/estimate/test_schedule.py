@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.errors import ConfigError
-from kit.estimate.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Order
-from kit.estimate.schedule import Simulation, simulate, simulate_plan
-from kit.estimate.timeline import timeline_figure
+from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Order
+from kit.estimate.theory.schedule import Simulation, simulate, simulate_plan
+from kit.estimate.theory.timeline import timeline_figure
 from kit.plan import Plan
 from kit.recipe import Recipe
 from tests.pictures import check_figure

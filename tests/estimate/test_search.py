@@ -11,15 +11,15 @@ import pytest
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.activations import KIT
-from kit.estimate.candidates import candidates, divisors
-from kit.estimate.explain import answers
-from kit.estimate.hardware import Coefficients, Hardware
-from kit.estimate.layouts import RECOMPUTE, SCHEDULES, Layouts
-from kit.estimate.memory import memory
-from kit.estimate.report import plan_report
-from kit.estimate.search import interval, search
-from kit.estimate.step_time import step_time
+from kit.estimate.choose.candidates import candidates, divisors
+from kit.estimate.choose.explain import answers
+from kit.estimate.choose.report import plan_report
+from kit.estimate.choose.search import interval, search
+from kit.estimate.theory.activations import KIT
+from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
+from kit.estimate.theory.memory import memory
+from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
 from kit.spec import ModelSpec
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kit.engines.native import NativeEngine
-from kit.estimate.candidates import candidates
+from kit.estimate.choose.candidates import candidates
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

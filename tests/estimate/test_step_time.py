@@ -7,11 +7,11 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.estimate import published
-from kit.estimate.communication import Links, all_gather, all_reduce, exposed
-from kit.estimate.hardware import BOUNDS, NAMES, Coefficients, Hardware
-from kit.estimate.layouts import Layouts
-from kit.estimate.step_time import TERMS, step_time
+from kit.estimate.fit import published
+from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed
+from kit.estimate.theory.hardware import BOUNDS, NAMES, Coefficients, Hardware
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.step_time import TERMS, step_time
 from kit.plan import Plan
 from kit.spec import ModelSpec
 

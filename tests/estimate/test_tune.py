@@ -11,14 +11,14 @@ import pytest
 import kit
 from cluster.site import Site
 from kit.errors import ConfigError, MissingPackageError, RunError
-from kit.estimate.activations import KIT
-from kit.estimate.calibrate import calibrate
-from kit.estimate.hardware import Hardware
-from kit.estimate.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
-from kit.estimate.out_of_memory import RESERVE
-from kit.estimate.search import Machine
-from kit.estimate.sensitivity import sensitivity, sensitivity_figure, shapley
-from kit.estimate.tune import TrialFailure, Trials, trials_figure, tune
+from kit.estimate.choose.search import Machine
+from kit.estimate.fit.calibrate import calibrate
+from kit.estimate.theory.activations import KIT
+from kit.estimate.theory.hardware import Hardware
+from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
+from kit.estimate.tuning.sensitivity import sensitivity, sensitivity_figure, shapley
+from kit.estimate.tuning.tune import TrialFailure, Trials, trials_figure, tune
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from cluster.record import ConfigError
-from kit.estimate import fitting, validate
-from kit.estimate.fitting import Prior
-from kit.estimate.hardware import GUESS, NAMES, Coefficients
-from kit.estimate.published import FILE
+from kit.estimate.fit import fitting
+from kit.estimate.fit.fitting import Prior
+from kit.estimate.fit.published import FILE
+from kit.estimate.theory.hardware import GUESS, NAMES, Coefficients
+from kit.estimate.validation import validate
 
 
 @pytest.fixture(scope="module")

@@ -14,17 +14,17 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
-from kit.checkpoint import Manifest as CheckpointManifest
 from kit.data import build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
+from kit.data.wheels import file_sha256
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.task_data import Manifest, MirrorFile
 from kit.model import Decoder, build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest as CheckpointManifest
 from kit.spec import ModelSpec
-from kit.wheels import file_sha256
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64

@@ -9,7 +9,6 @@ from lm_eval.api.instance import Instance
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
-from kit.checkpoint import Manifest
 from kit.errors import CheckpointError, ConfigError
 from kit.evaluate.adapter import DecoderLM
 from kit.evaluate.ranks import load_on_ranks
@@ -17,6 +16,7 @@ from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.workers import run_ranks
 

@@ -8,11 +8,11 @@ import datasets.config
 import huggingface_hub.constants
 import pytest
 
+from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.harness import load_task
 from kit.evaluate.resolver import mirror_first
-from kit.wheels import file_sha256
 
 
 @pytest.fixture

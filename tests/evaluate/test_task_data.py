@@ -10,11 +10,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate import task_data
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
 from kit.evaluate.task_data import build_mirror, mirror_table, missing_tasks, read_manifest, read_table
-from kit.wheels import file_sha256
 
 PIQA = [{"goal": "Open a jar.", "sol1": "Twist it.", "sol2": "Sing.", "label": 0}]
 ARC = {"id": "m1", "query": "Question: Why?\nAnswer:", "choices": ["one", "two", "three"], "gold": 1}

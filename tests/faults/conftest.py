@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from cluster.site import Site
-from kit.bench.results import load_average, write_results
 from kit.plan import Plan
 from kit.run import Run
+from kit.show.results import load_average, write_results
 from tests.faults.attempts import finished
 from tests.faults.cost import DP2, ROWS
 

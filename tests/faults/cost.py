@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kit.bench.results import Row, row
 from kit.plan import Plan
 from kit.run import Run
+from kit.show.results import Row, row
 
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 ROWS: list[Row] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kit.engines.native import NativeEngine
-from kit.memory_advice import changes, estimated
+from kit.estimate.choose.memory_advice import changes, estimated
 from kit.monitor.ranks import RankTimes
 from kit.plan import Plan
 from kit.run import Run

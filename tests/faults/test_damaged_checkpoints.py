@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.state import read_history, read_state
-from kit.checkpoint import checksum
 from kit.errors import CheckpointError
-from kit.monitor.alerts import AlertLog
 from kit.run import Run
+from kit.run.alerts import AlertLog
+from kit.run.checkpoint import checksum
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import assert_same, cost
 

@@ -12,10 +12,10 @@ from cluster.job import read_status
 from cluster.record import ConfigError
 from cluster.state import JobState
 from kit.monitor import alerts
-from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.ranks import MIN_SAMPLES
 from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
 
 

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.site import Site
-from kit.metrics import Metrics
-from kit.monitor import columns as columns_module
-from kit.monitor.columns import NAMES, Columns
 from kit.monitor.curves import Average, Curves, discounted_sum, envelope, pixel_edges
+from kit.run import columns as columns_module
+from kit.run.columns import NAMES, Columns
+from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
 
 

@@ -14,10 +14,10 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from kit.__main__ import app
 from kit.errors import DataError, RunError
+from kit.foreign.importers import ImportReport, import_log
 from kit.launcher import resume
 from kit.monitor import alerts, run_figure, status_row, status_table
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.importers import ImportReport, import_log
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec

@@ -14,9 +14,9 @@ from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.monitor.rows import MetricsFollower
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
+from kit.run.rows import MetricsFollower
 from tests.monitor.steps import STEPS, lines, row
 
 

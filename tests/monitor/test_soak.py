@@ -13,9 +13,9 @@ import pytest
 from cluster.process import Process
 from cluster.state import JobState, RankHeartbeat, RunState, log_path
 from kit.monitor import logs
-from kit.monitor.alerts import AlertLog
 from kit.monitor.dashboard import ALERTS_SHOWN, Dashboard, View
 from kit.run import Run
+from kit.run.alerts import AlertLog
 from tests.monitor.recorded import TOKENS, add_rows, beat, recorded_run
 
 HOURS, STEP_S, TICK_STEPS, LOOK_TICKS = 24, 1.0, 25, 4  # a tick of 0.25 s at 100 times real speed

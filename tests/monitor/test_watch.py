@@ -18,7 +18,6 @@ from cluster.state import ExitReport, JobState, ask, asked_at, take_request, wri
 from kit.__main__ import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
-from kit.monitor.alerts import Alert, AlertLog
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.monitor.live import curve_html, view_html
@@ -26,6 +25,7 @@ from kit.monitor.runs import compare_figure, live_row
 from kit.monitor.sinks import scalars
 from kit.monitor.text import curve
 from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
 from tests.monitor.recorded import dead_process, recorded_run, say
 
 

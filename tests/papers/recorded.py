@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from cluster.site import Site
-from kit.estimate.objectives import plan_of
-from kit.monitor.importers import import_log
+from kit.estimate.tuning.objectives import plan_of
+from kit.foreign.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, objective, study
 from kit.plan import Plan
 from kit.recipe import Recipe

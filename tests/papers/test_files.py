@@ -8,7 +8,7 @@ import pytest
 
 from kit.commands import papers as commands
 from kit.papers import FIGURES, FRONTIER, FRONTIER_NOT_DRAWN, HLAT, HLAT_NOT_DRAWN, contents, save_all
-from kit.style import new_figure, save_figure
+from kit.show.style import new_figure, save_figure
 
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 

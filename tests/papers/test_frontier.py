@@ -10,7 +10,7 @@ import pytest
 
 from kit.__main__ import app
 from kit.errors import ConfigError
-from kit.estimate.tune import Trial, Trials
+from kit.estimate.tuning.tune import Trial, Trials
 from kit.papers import FRONTIER, frontier_demo, paper_figure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
@@ -18,8 +18,8 @@ from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs
 from kit.papers.frontier_observations import measured_relations, modelled_relations
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
+from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
-from kit.themed_figure import ThemedFigure
 from tests.papers.recorded import cluster_run, demo_study, imported_run
 from tests.pictures import check_figure
 

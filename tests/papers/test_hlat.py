@@ -30,8 +30,8 @@ from kit.papers.hlat_small import (
 )
 from kit.papers.hlat_training import last_losses, worst_after
 from kit.plan import Plan
+from kit.show.themed_figure import ThemedFigure
 from kit.spec import ModelSpec
-from kit.themed_figure import ThemedFigure
 from tests.papers.recorded import imported_trn1, record
 from tests.pictures import check_figure
 

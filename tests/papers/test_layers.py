@@ -9,7 +9,7 @@ from kit.errors import ConfigError, RunError
 from kit.papers.layers import DATA, LOAD, Facts, Layer, hfu_percent, measured, note_load, opened, table
 from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
-from kit.style import new_figure
+from kit.show.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
 
 

@@ -18,17 +18,17 @@ pytest.importorskip("deepspeed")
 
 import kit
 from cluster.state import read_state
-from kit.checkpoint import Checkpoints
-from kit.checkpoint_writer import CheckpointWriter
 from kit.commands.runs import engine as show_engine
 from kit.engines import build_engine
-from kit.engines.deepspeed import DeepSpeedEngine
-from kit.engines.deepspeed_config import check_batch, deepspeed_config, megatron_arguments
-from kit.engines.deepspeed_package import DeepSpeedError
-from kit.engines.deepspeed_start import import_deepspeed
+from kit.engines.deepspeed.configuration import check_batch, deepspeed_config, megatron_arguments
+from kit.engines.deepspeed.engine import DeepSpeedEngine
+from kit.engines.deepspeed.package import DeepSpeedError
+from kit.engines.deepspeed.start import import_deepspeed
 from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests import parity
 from tests.parity import CPU, RECIPE, TOLERANCE, batches, check_bf16, differences, fit, train
@@ -201,7 +201,7 @@ def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
         (tmp_path / extension / "lock").touch()
     code = (
         "import torch, torch.distributed as dist\n"
-        "from kit.engines.deepspeed import DeepSpeedEngine\n"
+        "from kit.engines.deepspeed.engine import DeepSpeedEngine\n"
         "from kit.plan import Plan; from kit.recipe import Recipe; from kit.spec import ModelSpec\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         f"spec = ModelSpec.from_json({llama_spec.to_json()!r})\n"
@@ -252,7 +252,7 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text('raise RuntimeError("undefined symbol: deepspeed_op")')
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-m", "kit.engines.deepspeed_probe"]
+    command = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "cannot be imported: RuntimeError: undefined symbol: deepspeed_op. Run: pip install" in done.stderr
@@ -261,7 +261,7 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
 def test_a_notebook_shows_the_message_alone(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 
-    code = "from kit.engines.deepspeed_package import DeepSpeedError; raise DeepSpeedError('it is too old')"
+    code = "from kit.engines.deepspeed.package import DeepSpeedError; raise DeepSpeedError('it is too old')"
     InteractiveShell(history_manager=None).run_cell(code)
     shown = capsys.readouterr().out
     assert "DeepSpeedError: plan.engine 'deepspeed' needs DeepSpeed 0.19: it is too old" in shown

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.beat import Switchboard
 from cluster.record import ConfigError
 from cluster.site import Site
+from cluster.slurm.beat import Switchboard
 from cluster.state import read_exit, read_history, read_rank_heartbeats, read_state
-from kit.checkpoint import Manifest
 from kit.convert.gguf import GgufFile
 from kit.convert.hugging_face import SafetensorsFolder, import_hugging_face
 from kit.data import Corpus, TokenFile, load_tokenizer
@@ -24,14 +23,15 @@ from kit.data.dataset import DatasetInfo
 from kit.data.token_file import HEADER, MAGIC
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport
-from kit.metrics import Metrics
-from kit.monitor.alerts import AlertLog
-from kit.monitor.columns import NAMES, Columns
-from kit.monitor.foreign_logs import MegatronLog, NxdtLog
-from kit.monitor.importers import import_log
-from kit.monitor.rows import MetricsFollower, rows_to_metrics
+from kit.foreign.importers import import_log
+from kit.foreign.logs import MegatronLog, NxdtLog
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run.alerts import AlertLog
+from kit.run.checkpoint import Manifest
+from kit.run.columns import NAMES, Columns
+from kit.run.metrics import Metrics
+from kit.run.rows import MetricsFollower, rows_to_metrics
 from kit.spec import ModelSpec
 
 OURS = (ConfigError, DataError, RunError)
@@ -195,7 +195,7 @@ def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
 )
 def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) -> None:
     """Patterns that search a long line from each of its places would take hours on a few megabytes."""
-    from kit.monitor.foreign_logs import LONGEST_LINE, LogReader
+    from kit.foreign.logs import LONGEST_LINE, LogReader
 
     file = tmp_path / "log"
     with file.open("w") as stream:

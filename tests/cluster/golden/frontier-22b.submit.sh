@@ -70,8 +70,8 @@ export -f run_rank
 # The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks
 # that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.
 cd /shared/kit || fail 'the kit is not visible on this node'
-exec /shared/environment/bin/python -m cluster.slurm_supervisor "$KIT_RUN_DIR" -- \
+exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=2 --ntasks=16 --ntasks-per-node=8 \
     --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest \
     --kill-on-bad-exit=1 --wait=60 --label \
-    python -m cluster.rank bash -c run_rank
+    python -m cluster.slurm.rank bash -c run_rank

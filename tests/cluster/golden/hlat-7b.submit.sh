@@ -70,8 +70,8 @@ srun --nodes=64 --ntasks=64 --ntasks-per-node=1 bash -c copy_cache || fail "the 
 # The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks
 # that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.
 cd /shared/kit || fail 'the kit is not visible on this node'
-exec /shared/environment/bin/python -m cluster.slurm_supervisor "$KIT_RUN_DIR" -- \
+exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -- \
     srun --nodes=64 --ntasks=64 --ntasks-per-node=1 \
     --cpus-per-task=128 \
     --kill-on-bad-exit=1 --wait=60 --label \
-    /shared/environment/bin/python -m cluster.rank bash -c run_node
+    /shared/environment/bin/python -m cluster.slurm.rank bash -c run_node

@@ -32,7 +32,7 @@ def start_xla() -> Any:
     """Joins the ranks as `kit.train` does, and returns a group in which they can wait for each other."""
     import logging
 
-    from kit.process_group import control_group, start_process_group
+    from kit.engines.process_group import control_group, start_process_group
 
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")

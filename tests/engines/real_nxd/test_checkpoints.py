@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.checkpoint import Checkpoints
 from kit.convert.neuron import import_nxd
-from kit.engines.neuron_checkpoint import NxdCheckpoints
+from kit.engines.neuron.checkpoint import NxdCheckpoints
 from kit.model import build_decoder
 from kit.plan import Plan
+from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.engines.real_nxd.conftest import start_xla
 from tests.parity import BATCH, RECIPE, batches, build, make_plan

@@ -1,0 +1,295 @@
+"""Starts the ranks of a job on this machine, watches them, and records the truth about their end.
+
+    python -m cluster.local.supervisor RUN_DIR             start the next attempt in the foreground
+    python -m cluster.local.supervisor --submit RUN_DIR    in the background, the job and the files on standard input
+
+Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails, starts them again
+when one has crashed (`JobSpec.max_restarts`), and writes exit.json.
+Its parent, the guard, does nothing until the supervisor is gone, even by SIGKILL, and then kills what is left: all
+descendants whose parents died become children of the guard, so that none can hide. Standard library, Linux.
+
+Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and KIT_ATTEMPT in its
+environment.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from cluster.attempts import claim_attempt, claimed, next_attempt
+from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.home import Home
+from cluster.job import JobSpec
+from cluster.local import render_script
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, log_tail, record_end, say
+from cluster.process import Process
+from cluster.progress import fruitless_starts, has_ever_stepped
+from cluster.record import ConfigError
+from cluster.state import (
+    JobError,
+    JobState,
+    asked_at,
+    log_path,
+    read_exit,
+    read_state,
+    read_taken,
+    update_state,
+)
+
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+LOOK_EVERY_S = 1.0
+"""How often the run directory is looked for."""
+
+
+def main() -> int:
+    """Returns 0 when all ranks (or, with --submit, their start) succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.local.supervisor", description="Run a job here.")
+    parser.add_argument("--submit", action="store_true", help="read a job and its files from standard input")
+    parser.add_argument("run_dir", type=Path)
+    options = parser.parse_args()
+    run_dir = options.run_dir.absolute()
+    try:
+        if options.submit:
+            sent = json.load(sys.stdin)
+            job = JobSpec.from_dict(sent["job"])
+            files = {**sent["files"], "job.json": job.to_json(), "submit.sh": render_script(job)}
+            with claimed(run_dir, files) as attempt:
+                start_in_background(run_dir, job, attempt)
+            return 0
+        job, attempt = JobSpec.read(run_dir / "job.json"), claim_attempt(run_dir)
+        (run_dir / "logs").mkdir(exist_ok=True)
+        return guard(lambda: supervise(run_dir, job, attempt, started=lambda: 0))
+    except (ConfigError, JobError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
+    """Returns as soon as all ranks are started under a guard that no longer depends on the caller.
+
+    Raises:
+        JobError: not all of them could be started; none is left.
+    """
+    reader, writer = os.pipe()
+    said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
+    if os.fork() == 0:
+        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.setsid()
+        exit_with(lambda: guard(lambda: supervise(run_dir, job, attempt, started=lambda: os.write(writer, b"started"))))
+    os.close(writer)
+    if os.read(reader, 16) == b"started":  # empty when guard and supervisor have ended without a word
+        return
+    report = read_exit(run_dir)
+    reason = report.reason if report and report.attempt == attempt else log_tail(said)
+    raise JobError(f"{run_dir}: attempt {attempt} could not be started: {reason}")
+
+
+def guard(supervisor: Callable[[], int]) -> int:
+    """Runs `supervisor` in a child process and returns its exit code, after the last of its descendants is gone."""
+    become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    pid = os.fork()
+    if pid == 0:
+        exit_with(supervisor)
+    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGTERM))
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the supervisor too
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    ended, status = 0, 0
+    while ended != pid:
+        ended, status = os.wait()
+    kill_descendants()
+    return os.waitstatus_to_exitcode(status) % 256
+
+
+def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
+    """Runs attempts until one has not crashed or too many have, records the end, and returns the job's return code."""
+    become_subreaper()
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
+    home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
+    while True:
+        outcome = run_attempt(home, job, attempt, started, deadline)
+        say(f"{job.name}: attempt {attempt}: {outcome.reason}")
+        outcome = judge(home, job, attempt, outcome)
+        if not outcome.restarts:
+            break
+        try:
+            attempt = next_attempt(run_dir, attempt, outcome.reason)
+        except (JobError, OSError) as error:
+            say(str(error))
+            break
+    record_end(home, attempt, outcome)
+    return outcome.rc
+
+
+def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float) -> Outcome:
+    """Runs all ranks to their end and returns it; none of them is left."""
+    run_dir, ranks = home.run_dir, dict[int, subprocess.Popen]()
+    try:
+        update_state(run_dir, attempt=attempt, process=Process.current())
+        port = start_ranks(run_dir, job, attempt, ranks)
+        reason = f"{job.num_processes} processes started, no step yet"
+        update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
+        started()
+        outcome = watch(ranks, job.time_limit_s, deadline, home)
+        port.close()
+        state = read_state(run_dir)
+        if outcome.rc == 0 and state and state.state is JobState.STOPPING:
+            outcome = Outcome(0, f"stopped on request at step {state.step}")
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(1, str(error) or repr(error))
+    with contextlib.suppress(JobError, OSError):
+        home.check()
+        if outcome.rc:
+            update_state(run_dir, attempt=attempt, state=JobState.STOPPING, reason=outcome.reason)
+    end_ranks(ranks, job.grace_s)
+    kill_descendants()
+    return outcome
+
+
+def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
+    """Returns an outcome with whether another attempt follows, by the rules of `cluster.slurm.supervisor`."""
+    run_dir = home.run_dir
+    told_to_stop = asked_at(run_dir, "stop") is not None or read_taken(run_dir, "stop") is not None
+    if outcome.failing_rank is None or told_to_stop or home.why_lost():
+        return outcome
+    was_killed = outcome.rc > 128
+    if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):
+        return outcome
+    if job.max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > job.max_restarts:
+        reason = f"{outcome.reason}; given up after {fruitless} starts without a new step"
+        return dataclasses.replace(outcome, reason=reason)
+    return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
+
+
+def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: dict[int, subprocess.Popen]) -> socket.socket:
+    """Starts all ranks into `ranks`, each in its own process group and with its own log.
+
+    Returns the socket that keeps their port reserved; keep it until they have ended.
+    """
+    port = reserve_port()
+    common = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "WORLD_SIZE": str(job.num_processes),
+        "LOCAL_WORLD_SIZE": str(job.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port.getsockname()[1]),
+        "KIT_ATTEMPT": str(attempt),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
+    }
+    supervisor_pid = os.getpid()
+    for rank in range(job.num_processes):
+        with log_path(run_dir, attempt, rank).open("ab") as log:
+            try:
+                ranks[rank] = subprocess.Popen(
+                    job.argv,
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment},
+                    cwd=job.working_directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    process_group=0,
+                    preexec_fn=lambda: become_rank(supervisor_pid),
+                )
+            except OSError as error:
+                raise JobError(f"rank {rank} could not be started: {error}") from error
+    return port
+
+
+def reserve_port() -> socket.socket:
+    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel gives it to nobody
+    else, and not listening, so that rank 0 can."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
+    """Waits until all ranks have ended well, one has failed, the time is over, the run directory is lost, or a signal
+    asks for the end."""
+    while True:
+        reap(ranks)
+        failed = [rank for rank, process in ranks.items() if process.returncode]
+        if failed:  # several at once: a crash is the cause, an error or abort for a lost peer the consequence
+            return describe_failure(min(failed, key=lambda rank: (-ranks[rank].returncode not in CRASHES, rank)), ranks)
+        if all(process.returncode == 0 for process in ranks.values()):
+            return Outcome(0, f"all {len(ranks)} ranks ended with code 0")
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")
+        if lost := home.why_lost():
+            return Outcome(1, lost)
+        received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
+        if received and received.si_signo != signal.SIGCHLD:
+            return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
+
+
+def describe_failure(rank: int, ranks: dict[int, subprocess.Popen]) -> Outcome:
+    """Returns the outcome of a job whose first failing rank is `rank`."""
+    code = ranks[rank].returncode
+    if code > 0:
+        return Outcome(code, f"rank {rank} ended with code {code}", rank)
+    name = signal.Signals(-code).name
+    hint = " (often: the machine ran out of memory)" if -code == signal.SIGKILL else ""
+    return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}", rank)
+
+
+def reap(ranks: dict[int, subprocess.Popen]) -> None:
+    """Collects every child that has ended: ranks get their return code, adopted orphans are forgotten."""
+    by_pid = {process.pid: process for process in ranks.values()}
+    with contextlib.suppress(ChildProcessError):
+        while info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if info.si_pid in by_pid:
+                by_pid[info.si_pid].wait()
+            else:
+                os.waitpid(info.si_pid, 0)
+
+
+def end_ranks(ranks: dict[int, subprocess.Popen], grace_s: float) -> None:
+    """Asks the process groups of all running ranks to end, and kills them after the grace time."""
+    deadline = time.monotonic() + grace_s
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in ranks.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        while any(process.returncode is None for process in ranks.values()):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                break
+            signal.sigtimedwait({signal.SIGCHLD}, remaining_s)
+            reap(ranks)
+
+
+def exit_with(function: Callable[[], int]) -> NoReturn:
+    """Ends a forked process with the return value of `function`, never returning into its parent's code."""
+    code = 1
+    try:
+        code = function()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

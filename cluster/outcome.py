@@ -1,0 +1,57 @@
+"""How an attempt ended, and its record in the run directory. Standard library only."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+from cluster.home import Home
+from cluster.record import cut
+from cluster.state import JobError, log_path, write_end
+
+USELESS_TO_RETRY = os.EX_CONFIG
+"""Exit code of a rank whose failure would come again: wrong input, a full disk."""
+CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How the ranks ended: return code, one line for people, first rank to fail, and whether they start again."""
+
+    rc: int
+    reason: str
+    failing_rank: int | None = None
+    restarts: bool = False
+
+
+def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
+    """Writes exit.json, then the final state; the files of a newer attempt, or of another run, are left alone."""
+    run_dir = home.run_dir
+    tail = "" if outcome.failing_rank is None else log_tail(log_path(run_dir, attempt, outcome.failing_rank))
+    reason = f"{outcome.reason}: {cut(tail.splitlines()[-1].strip(), 600)}" if tail else outcome.reason
+    try:
+        home.check()
+        write_end(
+            run_dir, attempt=attempt, rc=outcome.rc, reason=reason, failing_rank=outcome.failing_rank, log_tail=tail
+        )
+    except (JobError, OSError) as error:
+        say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+
+
+def say(text: str) -> None:
+    """Prints a line for people, if anyone can still read it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def log_tail(file: Path) -> str:
+    """Returns the last lines of a log."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
+            text = stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])

@@ -1,0 +1,151 @@
+"""Sends jobs to Slurm, ends them and puts them back into the queue.
+
+What Slurm says of them is asked by `cluster.slurm.queries`. The script itself comes from `cluster.render`; what runs
+inside the allocation is `cluster.slurm.supervisor`.
+"""
+
+import contextlib
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from cluster.attempts import Files, claimed, hand_over
+from cluster.job import Job, JobSpec
+from cluster.render import check_submittable, scripts, slurm_table, warnings
+from cluster.site import Site
+from cluster.slurm import preflight
+from cluster.slurm.queries import look as look
+from cluster.slurm.queries import slurm_command
+from cluster.slurm.script import slurm_scripts
+from cluster.state import JobError, SchedulerJob, read_history
+
+EXCLUDED_AFTER = 2
+"""A node that was lost so often in this run is left out of the next start."""
+
+
+def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
+    """Sends a job to Slurm and returns its handle.
+
+    The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The job inherits the
+    environment of the caller, so secrets are exported there and never written.
+
+    Args:
+        job: what to run.
+        site: where.
+        files: of whoever submits, for the run directory; written when nothing but Slurm can refuse the job any more.
+
+    Raises:
+        ConfigError: the job cannot run on this site.
+        JobError: a job is live in this run directory, or Slurm refuses, with its words.
+        In each case the run directory is as it was before.
+    """
+    asked = scripts(job, site)
+    check_submittable(site)
+    preflight.check(job, site)
+    run_dir, job_id = Path(job.run_dir), ""
+    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
+    with claimed(run_dir, kept) as attempt:
+        try:
+            for name in asked:
+                job_id = _sbatch(run_dir, name, after=job_id)
+        except (JobError, OSError):
+            if job_id:  # what was to compile ahead for the job that was refused
+                with contextlib.suppress(JobError):
+                    cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
+            raise
+    hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
+    return Job.attach(run_dir)
+
+
+def texts(job: JobSpec, site: Site) -> dict[str, str]:
+    """Returns the scripts of a job by their names in the run directory, in order of submission."""
+    return slurm_scripts(job, site, slurm_table(site), warnings=warnings(job, site))
+
+
+def cancel(job: SchedulerJob) -> None:
+    """Ends a job: SIGTERM to all its processes, SIGKILL after the cluster's KillWait.
+
+    Raises:
+        JobError: Slurm refuses or does not answer.
+    """
+    slurm_command(["scancel", job.id], job.config)
+
+
+def requeue(job: Job, slurm_job: SchedulerJob) -> None:
+    """Puts a job back into the queue, under its number where Slurm still knows it, as a new one otherwise.
+
+    Raises:
+        JobError: Slurm refuses or does not answer.
+    """
+    if job.status().state.is_final:
+        submit(job.spec, Site.read(job.run_dir / "site.json"))
+    else:
+        requeue_this(slurm_job, job.run_dir)
+
+
+def requeue_this(job: SchedulerJob, run_dir: Path) -> None:
+    """Puts a job that has not ended back into the queue, without the nodes that failed it EXCLUDED_AFTER times.
+
+    Raises:
+        JobError: Slurm refuses or does not answer.
+    """
+    nodes = lost_nodes(run_dir)
+    # Only a waiting job can be told to avoid nodes, and unless it is held it may have started on them by then.
+    word = "requeuehold" if nodes else "requeue"
+    try:
+        slurm_command(["scontrol", word, job.id], job.config)
+    except JobError as error:
+        if "pending" not in str(error):  # then somebody else was quicker
+            raise
+    if nodes:
+        try:
+            slurm_command(["scontrol", "update", f"JobId={job.id}", f"ExcNodeList={','.join(nodes)}"], job.config)
+        except JobError as error:  # it waits in the queue all the same
+            print(f"{', '.join(nodes)} cannot be left out: {error}", flush=True)
+        slurm_command(["scontrol", "release", job.id], job.config)
+
+
+def lost_nodes(run_dir: Path) -> list[str]:
+    """Returns the nodes that were lost EXCLUDED_AFTER times or more in this run."""
+    losses = Counter(event.lost_node for event in read_history(run_dir) if event.lost_node)
+    return sorted(node for node, times in losses.items() if times >= EXCLUDED_AFTER)
+
+
+def hosts(node_list: str) -> list[str]:
+    """Returns the names in a list such as 'node[1-3,07],login2', in order.
+
+    Raises:
+        JobError: it is not such a list.
+    """
+    names = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", node_list):
+        expanded = [""]
+        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+            choices = [plain] if plain else [number for text in ranges.split(",") for number in _numbers(text)]
+            expanded = [prefix + choice for prefix in expanded for choice in choices]
+        names += expanded
+    if not names:
+        raise JobError(f"{node_list!r} names no node. SLURM_JOB_NODELIST should; is this inside a Slurm job?")
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    first, dash, last = text.partition("-")
+    if not dash:
+        return [first]
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _sbatch(run_dir: Path, script: str, after: str) -> str:
+    """Returns the number of a new job, which waits for the success of the job `after`, if any."""
+    words = ["sbatch", "--parsable"]
+    if after:
+        words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+    if nodes := lost_nodes(run_dir):
+        words.append(f"--exclude={','.join(nodes)}")
+    answer = slurm_command([*words, script], os.environ.get("SLURM_CONF"), cwd=run_dir)
+    job_id = answer.strip().partition(";")[0]
+    if not job_id.isdigit():
+        raise JobError(f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me.")
+    return job_id

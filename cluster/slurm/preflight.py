@@ -1,0 +1,185 @@
+"""What can be known to fail is refused before it costs anything: before submission, and as a job's first second.
+
+`check` looks from the login node at what is free and quick: paths, free space, limits of site and partition.
+`check_nodes` runs inside the allocation: every node must see the same run directory. A directory on a node's own disk
+would take all shards of a checkpoint without complaint, and give back none.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster.job import JobSpec
+from cluster.record import ConfigError
+from cluster.site import Site
+from cluster.slurm.queries import slurm_command
+from cluster.state import JobError
+
+LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
+NODE_WAIT_S = 60.0
+
+
+def check(job: JobSpec, site: Site) -> None:
+    """Returns nothing if nothing is known to be wrong with sending `job` to `site`.
+
+    Raises:
+        ConfigError: what is wrong, with the way out.
+    """
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the cluster, or try a "
+            "simulated one: python -m cluster.sandbox start."
+        )
+    for name in ("working_directory", "run_dir"):
+        path = Path(getattr(job, name))
+        if kind := _local_file_system(path):
+            raise ConfigError(
+                f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which other nodes cannot "
+                f"see. Use a directory on the shared file system."
+            )
+    if not Path(job.working_directory).is_dir():
+        raise ConfigError(f"job.working_directory: {job.working_directory!r} is not a directory. Create it first.")
+    command = os.path.join(job.working_directory, job.argv[0]) if "/" in job.argv[0] else job.argv[0]
+    if shutil.which(command, path=job.environment.get("PATH")) is None:
+        raise ConfigError(f"job.argv: {job.argv[0]!r} is not an executable file. Check the path, or install it.")
+    if site.slurm is not None:
+        _check_partition(job, site.slurm.partition)
+
+
+def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
+    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside a Slurm job.
+
+    Raises:
+        JobError: the nodes could not be asked, which may pass.
+    """
+    run_dir = Path(job.run_dir)
+    places = [path for path in (run_dir, run_dir / "checkpoints") if path.is_dir()]
+    token, name = secrets.token_hex(8), f".probe-{os.getpid()}"
+    probes = [place / name for place in places]
+    for probe in probes:
+        probe.write_text(token)
+    try:
+        return _ask_nodes(job, num_nodes, token, probes)
+    finally:
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+
+
+def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> str | None:
+    words = [
+        "srun",
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
+        "--ntasks-per-node=1",
+        "--immediate=30",
+        "--overlap",
+    ]
+    question = json.dumps({"token": token, "probes": [str(probe) for probe in probes], "folder": job.working_directory})
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))
+    }
+    try:
+        done = subprocess.run(
+            [*words, sys.executable, "-S", "-m", "cluster.slurm.preflight", question], capture_output=True, text=True,
+            env=environment, timeout=NODE_WAIT_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"some node did not answer within {NODE_WAIT_S:g} s, before any rank was started") from error
+    complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
+    if complaints:
+        return f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
+    if done.returncode:
+        raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
+    return None
+
+
+def answer(question: str) -> int:
+    """Prints what this node does not see as it should; returns 0 when all is well."""
+    asked = json.loads(question)
+    node, complaints = os.environ.get("SLURMD_NODENAME", "?"), []
+    for probe in asked["probes"]:
+        folder = os.path.dirname(probe)
+        try:
+            with open(probe, encoding="ascii") as stream:
+                if stream.read() != asked["token"]:
+                    raise FileNotFoundError
+            if not os.access(folder, os.W_OK):
+                complaints.append(f"may not write into {folder}")
+        except OSError:
+            complaints.append(f"does not see {folder} as the first node does: it is not a shared directory. "
+                              f"Put the run directory, with its checkpoints, on the shared file system")  # fmt: skip
+    if not os.path.isdir(asked["folder"]):
+        complaints.append(f"does not see the working directory {asked['folder']}. Put it on the shared file system")
+    if complaints:
+        print(f"node {node} {complaints[0]}", flush=True)
+    return 0
+
+
+def _check_partition(job: JobSpec, wanted: str | None) -> None:
+    """Refuses what Slurm would accept and never start: more nodes or more time than the partition has."""
+    try:
+        text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"], os.environ.get("SLURM_CONF"))
+    except JobError:  # then sbatch will say what is wrong
+        return
+    rows = [line.split("|") for line in text.splitlines()]
+    partitions = {name.rstrip("*"): (state, limit, int(nodes)) for name, state, limit, nodes in rows}
+    default = next((name.rstrip("*") for name, *_ in rows if name.endswith("*")), None)
+    name = wanted or default
+    if name is None or name not in partitions:
+        return
+    state, limit, num_nodes = partitions[name]
+    if state != "up":
+        raise ConfigError(f"site.slurm.partition: {name!r} is {state} and starts no jobs. {_others(name, partitions)}")
+    if job.num_nodes > num_nodes:
+        raise ConfigError(f"job.num_nodes: {job.num_nodes}, but partition {name!r} has {num_nodes}. "
+                          f"Use a smaller plan. {_others(name, partitions)}")  # fmt: skip
+    limit_s = seconds(limit)
+    if job.time_limit_s and limit_s and job.time_limit_s > limit_s:
+        raise ConfigError(
+            f"job.time_limit_s: {job.time_limit_s:g}, but partition {name!r} gives at most {limit_s:g}. Ask for less; "
+            f"the job comes back until it is done. {_others(name, partitions)}"
+        )
+
+
+def _others(name: str, partitions: dict[str, tuple[str, str, int]]) -> str:
+    others = [f"{other} ({nodes} nodes, {limit})" for other, (_, limit, nodes) in partitions.items() if other != name]
+    return f"Other partitions: {', '.join(others)}." if others else ""
+
+
+def seconds(text: str) -> float | None:
+    """Returns the seconds in a time of Slurm's, such as '30:00', '12:00:00' or '2-00:00:00'; None for no limit."""
+    days, dash, clock = text.rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        total = int(days) * 86400 if dash else 0
+    except ValueError:  # infinite, UNLIMITED, n/a
+        return None
+    if dash or len(parts) == 3:
+        hours, minutes, rest = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, rest = 0, parts[0], (*parts, 0)[1]
+    return float(total + hours * 3600 + minutes * 60 + rest)
+
+
+def _local_file_system(path: Path) -> str | None:
+    """Returns the kind of a file system that exists on one machine only, or None for any other."""
+    path = Path(os.path.realpath(path))
+    best, kind = "", ""
+    try:
+        with open("/proc/self/mounts", encoding="utf-8") as mounts:
+            for line in mounts:
+                _, place, name, *_ = line.split()
+                place = place.encode().decode("unicode_escape")
+                if path.is_relative_to(place) and len(place) >= len(best):
+                    best, kind = place, name
+    except OSError:
+        return None
+    return kind if kind in LOCAL_FILE_SYSTEMS else None
+
+
+if __name__ == "__main__":
+    sys.exit(answer(sys.argv[1]))

@@ -1,0 +1,163 @@
+"""What Slurm starts for each task: `python -m cluster.slurm.rank COMMAND...` runs one rank and looks after it.
+
+- SIGTERM, which Slurm sends to every process at preemption and time limit, does not reach the command. The supervisor
+  learns of it and asks the trainer to save and stop at a step boundary.
+- When the command ends, everything it left behind on this node is killed. A failure is recorded in
+  ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of it.
+- A node that loses its supervisor ends its ranks itself, so that it cannot write into a newer attempt's files; the
+  second node then gives the job back to Slurm, since nobody else can.
+
+Standard library, Linux.
+"""
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.home import Home
+from cluster.record import Record, field_doc
+from cluster.slurm import hosts, requeue_this
+from cluster.slurm.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
+from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
+
+ANSWER_WAIT_S = 10.0
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure(Record):
+    """ranks/failed_attempt_NN/rank_NNNNN.json: a rank that did not end well."""
+
+    rank: int = field_doc("global rank")
+    code: int = field_doc("its exit code; -n for signal n")
+    node: str = field_doc("where")
+    time: float = field_doc("unix time of its end")
+
+
+class Keeper:
+    """Runs one command and answers for it."""
+
+    def __init__(self, run_dir: Path, command: list[str]) -> None:
+        self.run_dir, self.home, self.command = run_dir, Home(run_dir), command
+        self.attempt = int(os.environ.get("KIT_ATTEMPT", "1"))
+        self.rank = int(os.environ.get("SLURM_PROCID", "0"))
+        self.is_first_here = os.environ.get("SLURM_LOCALID", "0") == "0"
+        self.is_deputy = self.is_first_here and os.environ.get("SLURM_NODEID") == "1"
+        self.line = Line() if VARIABLE in os.environ else None
+        self.warned_at: float | None = None
+        self.is_orphan = False
+
+    def run(self) -> int:
+        """Runs the command and returns its exit code, 128 + n for signal n."""
+        become_subreaper()
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in HANDLED:
+            signal.signal(number, lambda number, frame: None)
+        keeper = os.getpid()
+        process = subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: become_deaf_rank(keeper)
+        )
+        last_beat, beat_every_s = 0.0, BEAT_EVERY_S if self.is_first_here else 2 * BEAT_EVERY_S
+        while process.poll() is None:
+            if self.line and time.monotonic() - last_beat >= beat_every_s:
+                last_beat = time.monotonic()
+                self.line.send()
+            self._wait(reader)
+            if self._must_end():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        code = process.returncode
+        if code and not self._ordered():
+            self._record(code)
+        kill_descendants()
+        if self.is_orphan and self.is_deputy:
+            self._requeue()
+        return 128 - code if code < 0 else code
+
+    def _wait(self, reader: int) -> None:
+        sources = [reader, *([self.line.socket] if self.line else [])]
+        ready, _, _ = select.select(sources, [], [], 1.0 if self.warned_at else BEAT_EVERY_S)
+        numbers: bytes = b""
+        if reader in ready:
+            numbers = os.read(reader, 256)
+        if signal.SIGTERM in numbers:
+            self.warned_at = time.monotonic()
+        if self.line:
+            if self.warned_at and not self._ordered() and self.line.answered_before(self.warned_at):
+                self.line.send(event="terminate", rank=self.rank)
+            self.line.receive()
+
+    def _must_end(self) -> bool:
+        """Whether the command must end now: by order, or because nobody is there who could give one."""
+        if self._ordered():
+            return True
+        if self.line is None:
+            return self.warned_at is not None
+        unheard = self.warned_at is not None and self.line.answered_before(self.warned_at)
+        if unheard and self.warned_at is not None and time.monotonic() - self.warned_at > ANSWER_WAIT_S:
+            return True
+        if self.line.alone_s < ALONE_AFTER_S:
+            return False
+        if self.is_first_here:
+            said = f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending."
+            print(said, file=sys.stderr)
+        self.is_orphan = True
+        return True
+
+    def _ordered(self) -> bool:
+        return self.line is not None and self.line.order == "end"
+
+    def _requeue(self) -> None:
+        job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
+        host = hosts(os.environ["SLURM_JOB_NODELIST"])[0]
+        with locked(self.run_dir):
+            state = read_state(self.run_dir)
+            if state is None or state.attempt != self.attempt:
+                return  # a newer attempt owns the directory
+            if state.state is not JobState.REQUEUED:  # each node comes here, and one loss must count once
+                lost = state.replace(state=JobState.REQUEUED, reason=f"{host} fell silent, with the supervisor on it")
+                lost.write(self.run_dir / "state.json")
+                record_event(self.run_dir, lost, lost_node=host)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it to the very commands that ask for it
+        try:
+            requeue_this(job, self.run_dir)
+        except JobError as error:
+            print(error, file=sys.stderr)
+
+    def _record(self, code: int) -> None:
+        failure = Failure(rank=self.rank, code=code, node=socket.gethostname(), time=time.time())
+        folder = self.run_dir / "ranks" / f"failed_attempt_{self.attempt:02d}"
+        with contextlib.suppress(OSError, JobError):  # a full disk or a deleted directory must not hide the exit code
+            self.home.check()
+            folder.parent.mkdir(exist_ok=True)
+            failure.write(folder / f"rank_{self.rank:05d}.json")
+        if self.line:
+            self.line.send(event="failed", rank=self.rank, code=code)
+
+
+def become_deaf_rank(keeper_pid: int) -> None:
+    """Runs in the child before the command: the rank dies with its keeper, and only then."""
+    become_rank(keeper_pid)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def main() -> int:
+    """Returns the exit code of the command."""
+    return Keeper(Path(os.environ["KIT_RUN_DIR"]), sys.argv[1:]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""The batch script of a Slurm job: directives, environment, a function that becomes each rank, and the launch.
+
+The launch runs under `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`, which starts the command with KIT_ATTEMPT
+in its environment and answers for it; each task runs under `python -m cluster.slurm.rank`. Directives name no path of
+the user: they are relative to the run directory, from which the script must be submitted. Pure text; nothing is looked
+up on this machine. Standard library only.
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+from cluster.job import JobSpec
+from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
+from cluster.site import Site
+
+PACKAGE_ROOT = Path(__file__).parents[2]
+SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
+FIRST_PORT, NUM_PORTS = 20000, 12000  # below the range from which Linux takes the ports of outgoing connections
+RULER = "# " + "-" * 100
+
+
+def slurm_scripts(job: JobSpec, site: Site, slurm: Slurm, warnings: list[str]) -> dict[str, str]:
+    """Returns the scripts of a job by file name, in order of submission.
+
+    Args:
+        job: the job, which fits the site.
+        site: where it will run.
+        slurm: the site's table.
+        warnings: shown at the top.
+    """
+    notes = [f"# WARNING: {text}" for text in warnings]
+    common = [*_environment(job, slurm), *_meeting_point(slurm)]
+    run = [
+        *common,
+        *_broadcast(job, slurm),
+        *_ranks(job, slurm),
+        *_cache_to_nodes(job, slurm),
+        *_supervised(job, slurm),
+    ]
+    texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm), *run]}
+    if slurm.compilation:
+        ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, compiling=True), *common]
+        ahead += [
+            *_broadcast(job, slurm),
+            *_ranks(job, slurm, compiling=True),
+            *_compile(job, slurm, slurm.compilation),
+        ]
+        texts = {"compile.sh": ahead, **texts}
+    return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
+
+
+def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
+    order = "sbatch compile.sh, and after its success sbatch submit.sh" if slurm.compilation else "sbatch submit.sh"
+    return [
+        "#!/bin/bash",
+        f"# {job.name}: {what} {job.num_processes} ranks on {job.num_nodes} nodes of {site.name}, each with",
+        f"#   {json.dumps(job.argv)}",  # in JSON, since a line break in a word would end the comment
+        f"# Submit from the run directory, which needs a folder logs: {order}",
+    ]
+
+
+def _directives(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", job.name)[:64]
+    limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
+    given = {
+        "job-name": f"{name}-compile" if compiling else name,
+        "account": slurm.account,
+        "partition": slurm.partition,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": _num_tasks(job, slurm) // job.num_nodes,
+        "cpus-per-task": slurm.cpus_per_task,
+        "gpus-per-node": slurm.gpus_per_node,
+        "time": None if limit_s is None else _clock(limit_s),
+        "output": "logs/slurm-%j.log",
+        "open-mode": "append",
+        "export": "ALL",
+    }
+    options = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    if not compiling:
+        # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not expect it.
+        options += ["--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}"]
+    return [RULER, *(f"#SBATCH {option}" for option in (*options, *slurm.sbatch_options))]
+
+
+def _environment(job: JobSpec, slurm: Slurm) -> list[str]:
+    variables = {
+        "OMP_NUM_THREADS": str(slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
+        **slurm.environment,
+        **(slurm.environment_one_node if job.num_nodes == 1 else slurm.environment_several_nodes),
+    }
+    if slurm.network_interfaces:
+        variables["NCCL_SOCKET_IFNAME"] = ",".join(slurm.network_interfaces)
+        variables["GLOO_SOCKET_IFNAME"] = slurm.network_interfaces[0]
+    return [
+        RULER,
+        'fail() { echo "$*" >&2; exit 1; }',
+        f"export KIT_RUN_DIR={quote(job.run_dir)}",
+        f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"',
+        *(
+            f"module load {quote(name)} || fail {quote(f'the module {name} cannot be loaded')}"
+            for name in slurm.modules
+        ),
+        *_exports(variables),
+        *slurm.setup,
+    ]
+
+
+def _meeting_point(slurm: Slurm) -> list[str]:
+    # Never fixed and shared with other jobs, and another one after a requeue, when the old one may still be taken.
+    port = slurm.master_port or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
+    return [
+        "# Where the ranks meet: the first node of the job.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
+        f"export MASTER_ADDR MASTER_PORT={port}",
+    ]
+
+
+def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
+    if slurm.broadcast is None or slurm.broadcast.archive is None:
+        return []
+    unpack = ['cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && bin/conda-unpack']
+    return [
+        "# The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.",
+        f"export KIT_ENVIRONMENT={_path(slurm.broadcast.directory)}",
+        *_function("unpack_environment", unpack),
+        f'{_once_a_node(job)} mkdir -p "$KIT_ENVIRONMENT" \\',
+        '    || fail "$KIT_ENVIRONMENT cannot be made on all nodes"',
+        f'sbcast --force {quote(slurm.broadcast.archive)} "$KIT_ENVIRONMENT/environment.tar" \\',
+        '    || fail "the environment cannot be sent to all nodes"',
+        f"{_once_a_node(job)} bash -c unpack_environment \\",
+        '    || fail "the environment cannot be unpacked on all nodes"',
+        'export PATH="$KIT_ENVIRONMENT/bin:$PATH"',
+    ]
+
+
+def _ranks(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
+    """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a node, `run_node`."""
+    direct, per_node = slurm.launcher == "srun", job.num_processes // job.num_nodes
+    identity = [
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",
+        f"export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}",
+    ]
+    log = 'printf -v log \'%s/logs/attempt_%02d_rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
+    compile_log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
+    prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
+    command = [*(prefix if direct else []), *_command(job, slurm)]
+    body = [
+        *([*identity, *slurm.task_setup] if direct else []),
+        compile_log if compiling else log,
+        'exec >>"$log" 2>&1 || exit',
+        *_exports(job.environment),
+        f"cd {quote(job.working_directory)} || exit",
+        f"exec {' '.join(map(quote, command))}",
+    ]
+    lines = [RULER, "# What each rank runs.", *_function("run_rank", body)]
+    if direct:
+        return lines
+    agent = [*prefix, _interpreter(job, slurm), "-m", "torch.distributed.run"]
+    body = [
+        *slurm.task_setup,
+        # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their checkpoint is written.
+        "export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT",
+        f"exec {' '.join(map(quote, agent))} \\",
+        f'    --nnodes={job.num_nodes} --node-rank="$SLURM_NODEID" --nproc-per-node={per_node} \\',
+        '    --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python bash -c run_rank',
+    ]
+    return [*lines, "# What each node runs: an agent that starts the node's ranks.", *_function("run_node", body)]
+
+
+def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
+    if slurm.compilation is None:
+        return []
+    variable = slurm.compilation.variable
+    copy = [f'mkdir -p "${variable}" && cp -ru "$KIT_SHARED_CACHE/." "${variable}"']
+    return [
+        "# Compiled graphs: from the shared cache to each node's own disk, which all ranks can read at once.",
+        f"export KIT_SHARED_CACHE={_path(slurm.compilation.shared_cache)}",
+        f"export {variable}={_path(slurm.compilation.node_cache)}",
+        '[ -d "$KIT_SHARED_CACHE" ] || fail "no compiled graphs in $KIT_SHARED_CACHE: submit compile.sh first"',
+        *_function("copy_cache", copy),
+        f'{_once_a_node(job)} bash -c copy_cache || fail "the compiled graphs cannot be copied to all nodes"',
+    ]
+
+
+def _supervised(job: JobSpec, slurm: Slurm) -> list[str]:
+    python = "python" if _has_own_environment(slurm) else quote(sys.executable)
+    return [
+        RULER,
+        "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks",
+        "# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.",
+        f"cd {quote(str(PACKAGE_ROOT))} || fail 'the kit is not visible on this node'",
+        f'exec {quote(sys.executable)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
+        *_srun(job, slurm, keeper=f"{python} -m {KEEPER} "),
+    ]
+
+
+def _compile(job: JobSpec, slurm: Slurm, compilation: Compilation) -> list[str]:
+    first, *rest = _srun(job, slurm)
+    return [
+        RULER,
+        "# The compiled graphs stay in the shared cache, where a run of the same shape finds them.",
+        f"export {compilation.variable}={_path(compilation.shared_cache)}",
+        f'mkdir -p "${compilation.variable}" || fail "${compilation.variable} cannot be made"',
+        f"exec {first.strip()}",
+        *rest,
+    ]
+
+
+def _srun(job: JobSpec, slurm: Slurm, keeper: str = "") -> list[str]:
+    tasks = _num_tasks(job, slurm)
+    given = {
+        "cpus-per-task": slurm.cpus_per_task,
+        "gpus-per-task": slurm.gpus_per_task,
+        "gpu-bind": slurm.gpu_bind,
+        "cpu-bind": slurm.cpu_bind,
+    }
+    options = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    lines = [
+        f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
+        " ".join(map(quote, [*options, *slurm.srun_options])),
+        "--kill-on-bad-exit=1 --wait=60 --label",  # a dead rank ends all; nobody waits for ever for one that left
+        f"{keeper}bash -c {'run_rank' if slurm.launcher == 'srun' else 'run_node'}",
+    ]
+    return [f"    {line} \\" for line in lines[:-1] if line] + [f"    {lines[-1]}"]
+
+
+def _num_tasks(job: JobSpec, slurm: Slurm) -> int:
+    return job.num_processes if slurm.launcher == "srun" else job.num_nodes
+
+
+def _once_a_node(job: JobSpec) -> str:
+    # With all three, since --ntasks-per-node alone is ignored inside a job that has its own number of tasks.
+    return f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
+
+
+def _exports(variables: dict[str, str]) -> list[str]:
+    return [f"export {name}={quote(value)}" for name, value in variables.items()]
+
+
+def _function(name: str, body: list[str]) -> list[str]:
+    return [f"{name}() {{", *(f"    {line}" for line in body), "}", f"export -f {name}"]
+
+
+def _command(job: JobSpec, slurm: Slurm) -> list[str]:
+    return [_interpreter(job, slurm), *job.argv[1:]] if _is_python(job.argv[0]) else [*job.argv]
+
+
+def _interpreter(job: JobSpec, slurm: Slurm) -> str:
+    """Returns the Python of the ranks: that of the broadcast environment, which is first in PATH, if there is one."""
+    if _has_own_environment(slurm):
+        return "python"
+    return job.argv[0] if _is_python(job.argv[0]) else sys.executable
+
+
+def _has_own_environment(slurm: Slurm) -> bool:
+    return slurm.broadcast is not None and slurm.broadcast.archive is not None
+
+
+def _is_python(word: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", Path(word).name) is not None
+
+
+def _path(text: str) -> str:
+    """Returns a path in double quotes, in which only the variables of NODE_VARIABLES are looked up."""
+    variables = "|".join(NODE_VARIABLES)
+    return '"' + re.sub(rf'["\\`]|\$(?!\{{?(?:{variables})\b)', lambda match: "\\" + match[0], text) + '"'
+
+
+def _clock(seconds: float) -> str:
+    minutes = math.ceil(seconds / 60)  # Slurm counts in minutes
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

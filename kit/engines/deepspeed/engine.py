@@ -1,0 +1,232 @@
+"""The DeepSpeed engine: ZeRO 0-3 with data parallelism, or its PipelineModule; tensor parallelism in both.
+
+With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper's recipe (arXiv 2312.12705).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+
+from kit.engines.adamw import adamw
+from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
+from kit.engines.deepspeed.start import import_deepspeed, quiet
+from kit.engines.deepspeed.state import MOMENTS, ShardedState
+from kit.parallel.gradients import clip, local
+from kit.parallel.linear import cross_entropy, split_dim
+from kit.parallel.mesh import build_mesh, data_axis
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+class DeepSpeedEngine:
+    """This rank's part of one model in training.
+
+    Args:
+        spec: the whole model.
+        plan: how it is cut; the process group must have `plan.num_devices` ranks.
+        recipe: optimizer settings and seed.
+        device: where this rank computes.
+        initialise: False leaves weights unset, to be filled from a checkpoint.
+        config: DeepSpeed's configuration; default `deepspeed_config(plan, recipe)`.
+
+    Raises:
+        ConfigError: the plan does not fit model or processes, or DeepSpeed would train on other batches than it says.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        recipe: Recipe,
+        device: torch.device,
+        *,
+        initialise: bool = True,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        plan.check(spec, dist.get_world_size())
+        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        deepspeed = import_deepspeed(device)
+        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+        self.mesh = build_mesh(plan, device.type)
+        self.data_group = data_axis(self.mesh, plan).get_group()
+        self.data_rank = self.data_group.rank()
+        self.tensor_group = self.mesh["tensor"].get_group() if plan.tensor_parallel > 1 else None
+        self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
+        self.module = self._build_module(recipe.seed if initialise else None)
+        self.optimizer = adamw(self.parameters(), recipe)
+        # Only where matrices are shared, and the pipeline brings its own: a model parallel group of one would make its
+        # bf16 optimizer add up the gradient norm over the replicas.
+        ranks = None
+        if self.tensor_group is not None and self.pipeline_group is None:
+            ranks = _Ranks(self.tensor_group, self.data_group)
+        with quiet():
+            self.engine, *_ = deepspeed.initialize(
+                model=self.module,
+                optimizer=self.optimizer,
+                config=config or deepspeed_config(plan, recipe),
+                mpu=ranks,
+                dist_init_required=False,
+            )
+        self._check_batch()
+        self.norm = torch.zeros((), device=device)
+        if plan.zero_stage == 0:
+            self.optimizer.register_step_pre_hook(self._clip)
+        self.state = ShardedState(self.engine, self.optimizer)
+        self.to_load: dict[str, Tensor] | None = None
+
+    def _build_module(self, seed: int | None) -> Any:
+        from kit.engines.deepspeed.layers import Layers
+
+        layers = Layers(self.spec, self.plan, self.tensor_group, self.device, seed)
+        return layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
+
+    def _check_batch(self) -> None:
+        reported = {
+            "micro_batch_size": self.engine.train_micro_batch_size_per_gpu(),
+            "num_microbatches": self.engine.gradient_accumulation_steps(),
+            "global_batch_size": self.engine.train_batch_size(),
+        }
+        check_batch(self.plan, reported)
+
+    def parameters(self) -> list[Parameter]:
+        """Returns this rank's parameters, a tied one once."""
+        return list(self.module.parameters())
+
+    # Steps -----------------------------------------------------------------------------------------------------
+
+    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+
+        In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
+
+        Args:
+            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
+            learning_rate: of this step.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.pipeline_group is not None:
+            loss = self.engine.train_batch(self._micro_batches(samples))
+        else:
+            loss = torch.zeros((), device=self.device)
+            for x_BT, y_BT in self._micro_batches(samples):
+                micro_loss = self._loss(self.engine(x_BT), y_BT)
+                self.engine.backward(micro_loss)
+                self.engine.step()
+                loss += micro_loss.detach()
+            loss = self._mean_over_replicas(loss / self.plan.num_microbatches)
+        norm = self.norm if self.plan.zero_stage == 0 else self.engine.get_global_grad_norm()
+        return float(loss), float(norm)
+
+    def loss_scaling(self) -> dict[str, float]:
+        """Returns in fp16 what the next loss is scaled by and how many steps were skipped so far, by its metrics."""
+        if self.plan.precision != "fp16":
+            return {}
+        return {"loss_scale": float(self.engine.optimizer.cur_scale), "skipped_steps": self.engine.skipped_steps}
+
+    @torch.no_grad()
+    def validation_loss(self, samples: Tensor) -> float:
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        if self.pipeline_group is not None:
+            return float(self.engine.eval_batch(self._micro_batches(samples)))
+        loss = torch.zeros((), device=self.device)
+        self.engine.eval()
+        for x_BT, y_BT in self._micro_batches(samples):
+            loss += self._loss(self.engine(x_BT), y_BT)
+        self.engine.train()
+        return float(self._mean_over_replicas(loss / self.plan.num_microbatches))
+
+    def _micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        samples, size = samples.to(self.device), self.plan.micro_batch_size
+        return zip(samples[:, :-1].split(size), samples[:, 1:].split(size), strict=True)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(logits_BTV, targets_BT, self.tensor_group)
+
+    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+        dist.all_reduce(loss, group=self.data_group)
+        return loss / self.plan.data_parallel
+
+    def _clip(self, *_: Any) -> None:
+        """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where DeepSpeed tells no norm."""
+        squares = torch.zeros(2, device=self.device)  # of weights that all tensor ranks have whole, and of cut ones
+        named = self.named_parameters()
+        for is_cut in (False, True):
+            # DeepSpeed marks the copy of a tied weight on the last stage.
+            own = [p.grad for name, p in named.items() if (split_dim(name) is not None) == is_cut
+                   and p.grad is not None and not getattr(p, "ds_pipe_replicated", False)]  # fmt: skip
+            squares[int(is_cut)] = torch.nn.utils.get_total_norm(own) ** 2
+        if self.tensor_group is not None:
+            cut = squares[1:].clone()
+            dist.all_reduce(cut, group=self.tensor_group)
+            squares[1:] = cut
+        total = squares.sum()
+        if self.pipeline_group is not None:
+            dist.all_reduce(total, group=self.pipeline_group)
+        self.norm = total.sqrt()
+        if self.recipe.gradient_clip is not None:
+            clip(self.parameters(), self.norm, self.recipe.gradient_clip)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> dict[str, Parameter]:
+        """Returns this rank's parameters by global name; a tied output goes by the embedding's name."""
+        if self.pipeline_group is None:
+            return dict(self.module.named_parameters())
+        from kit.engines.deepspeed.layers import PipelineLayer
+
+        layers = (module for module in self.module.modules() if isinstance(module, PipelineLayer))
+        return {name: parameter for layer in layers for name, parameter in layer.named_parameters()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns weights and moments by global name: gathered over the replicas, and each kept on one of them only.
+
+        After `restore_optimizer`, every replica gets all of them, to be filled; `after_load` then takes them over.
+        """
+        state: dict[str, Tensor] = {}
+        for number, (name, parameter) in enumerate(self.named_parameters().items()):
+            values = self.state.read(parameter)
+            if self.to_load is not None or number % self.plan.data_parallel == self.data_rank:
+                state |= {_key(kind, name): self._whole(value, name) for kind, value in values.items()}
+        if self.to_load is not None:
+            self.to_load = state
+        return state
+
+    def _whole(self, value: Tensor, name: str) -> Tensor:
+        """Returns a tensor that knows its place in the whole one, where tensor ranks share it."""
+        dim = split_dim(name)
+        if self.tensor_group is None or dim is None:
+            return value
+        return DTensor.from_local(value, self.mesh["tensor"], (Shard(dim),), run_check=False)
+
+    def restore_optimizer(self, step: int) -> None:
+        """Gives every weight the AdamW state that it has after `step` steps; `state_dict` is to be filled next."""
+        self.state.allocate_moments(step)
+        self.to_load = {}
+
+    def after_load(self) -> None:
+        """Takes over what was loaded into `state_dict`."""
+        loaded, self.to_load = self.to_load, None
+        assert loaded, "restore_optimizer and state_dict come first"
+        for name, parameter in self.named_parameters().items():
+            values = {kind: local(loaded[_key(kind, name)]) for kind in ("weight", *MOMENTS)}
+            self.state.write(parameter, values)
+
+
+def _key(kind: str, name: str) -> str:
+    return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
+
+
+class _Ranks:
+    """This rank's groups, as DeepSpeed asks for them (Megatron's `mpu`)."""
+
+    def __init__(self, tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
+        self.get_data_parallel_group, self.get_model_parallel_group = lambda: data, lambda: tensor
+        self.get_data_parallel_rank, self.get_model_parallel_rank = data.rank, tensor.rank
+        self.get_data_parallel_world_size, self.get_model_parallel_world_size = data.size, tensor.size

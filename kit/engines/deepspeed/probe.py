@@ -1,0 +1,36 @@
+"""`python -m kit.engines.deepspeed.probe`: one training step of a tiny model, to see that DeepSpeed works here."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from kit.engines import build_engine
+from kit.errors import MissingPackageError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+def main() -> int:
+    """Prints the version of DeepSpeed that made a step, or why none could, and returns the exit code."""
+    spec = ModelSpec.gpt(name="probe", num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, sequence_length=4)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        engine = build_engine(
+            spec, Plan(engine="deepspeed", zero_stage=1), Recipe(data="none", num_steps=1), torch.device("cpu")
+        )
+        engine.train_step(torch.arange(5).unsqueeze(0), 1e-3)
+    except MissingPackageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    import deepspeed
+
+    print(deepspeed.__version__)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

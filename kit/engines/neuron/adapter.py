@@ -1,0 +1,265 @@
+"""Every call of neuronx_distributed (NxD) and torch_xla that the kit makes; no other file imports them.
+
+All arguments go by keyword: between NxD 0.9 and 0.17 parameters were inserted in the middle of several signatures, and
+`initialize_parallel_model` would now take a model's first positional argument for a switch; so the model comes as a
+function without arguments. `fuse_qkv`, whose default was flipped, is always given.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from kit.engines.neuron.probe import import_nxd
+from kit.errors import ConfigError
+
+
+def start_process_group() -> torch.device:
+    """Joins the process group of backend `xla`, by the variables that torchrun sets, and returns this rank's device.
+
+    Raises:
+        ConfigError: XLA sees another number of ranks than the group has, so its collectives would not join them.
+    """
+    import_nxd()
+    import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+    import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers it
+    import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]
+
+    dist.init_process_group("xla")
+    device = xm.xla_device()
+    if xr.world_size() != dist.get_world_size():
+        raise ConfigError(
+            f"XLA sees a world of {xr.world_size()} ranks, the process group has {dist.get_world_size()}: gradients "
+            f"would be added up over the former. Start the ranks by torchrun, which torch_neuronx reads."
+        )
+    return device
+
+
+class Nxd:
+    """The packages, imported; needs a process group.
+
+    Args:
+        sequence_parallel: whether layers hand on activations cut along the sequence, in the order [T, B, H].
+        dtype: of the weights of layers.
+    """
+
+    def __init__(self, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        import neuronx_distributed as nxd  # pyright: ignore[reportMissingImports]
+        import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+        from neuronx_distributed.modules import qkv_linear  # pyright: ignore[reportMissingImports]
+        from neuronx_distributed.parallel_layers import (  # pyright: ignore[reportMissingImports]
+            layers,
+            loss_functions,
+            mappings,
+            parallel_state,
+        )
+        from torch_neuronx.utils import get_platform_target  # pyright: ignore[reportMissingImports]
+
+        self.platform: str = get_platform_target()
+        self._nxd, self._xm, self._layers, self._qkv = nxd, xm, layers, qkv_linear
+        self._losses, self._mappings, self._state = loss_functions, mappings, parallel_state
+        self.sequence_parallel, self.dtype = sequence_parallel, dtype
+
+    # Building --------------------------------------------------------------------------------------------------
+
+    def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns NxD's configuration; this also makes its groups of ranks: tensor ranks are neighbours."""
+        return self._nxd.neuronx_distributed_config(**arguments)
+
+    def model(self, *, config: dict[str, Any], build: Callable[[], nn.Module]) -> Any:
+        """Returns NxD's wrapper of what `build` returns, cut for the pipeline, its weights on this rank's device."""
+        return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
+
+    def optimizer(
+        self,
+        *,
+        config: dict[str, Any],
+        parameters: list[Parameter],
+        holders: Sequence[int],
+        limit: float | None,
+        **defaults: Any,
+    ) -> Any:
+        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration says so.
+
+        NxD adds up gradients over sequence parts and replicas, and then calls AdamW, which clips here: NxD would add up
+        the norm in the weights' bf16, which came out 5 % low, and count each copy of a key/value head.
+
+        Args:
+            config: of `config`.
+            parameters: of this rank.
+            holders: of each parameter, the tensor ranks that hold the same part of it.
+            limit: of the gradient norm; None clips nothing.
+            defaults: of AdamW.
+        """
+        groups = [self._state.get_tensor_model_parallel_group(), self._state.get_pipeline_model_parallel_group()]
+        if config["optimizer_config"]["zero_one_enabled"]:
+            groups.append(self._state.get_data_parallel_group())
+
+        def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
+            made = torch.optim.AdamW(parts, **named)  # of the parameters, or of this replica's shards of them
+            made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
+            return made
+
+        return self._nxd.initialize_parallel_optimizer(
+            nxd_config=config, optimizer_class=adamw, parameters=parameters, **defaults
+        )
+
+    def step(self, *, optimizer: Any) -> Tensor:
+        """Makes an optimizer step and returns the gradient norm before clipping, [1]."""
+        optimizer.step()
+        return self._norm
+
+    @torch.no_grad()
+    def _clip(self, adamw: torch.optim.Optimizer, holders: Sequence[int], limit: float | None, groups: list) -> None:
+        """Scales gradients down to a norm over all ranks of `limit`; both are computed in fp32."""
+        held = [p for group in adamw.param_groups for p in group["params"]]
+        gradients = [(p.grad, ranks) for p, ranks in zip(held, holders, strict=True) if p.grad is not None]
+        square = torch.zeros(1, dtype=torch.float32, device=held[0].device)
+        for gradient, ranks in gradients:
+            square += gradient.float().square().sum() / ranks
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(square, group=group)
+        self._norm = square.sqrt()
+        if limit is not None:
+            factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
+            for gradient, _ in gradients:
+                gradient.mul_(factor)  # of one element, not a scalar, so that bf16 is multiplied in fp32
+
+    def tracing(self) -> list[Any]:
+        """Returns the modules whose functions NxD's tracer must not look into."""
+        return [self._mappings]
+
+    # Layers ----------------------------------------------------------------------------------------------------
+
+    def column(self, *, inputs: int, outputs: int, fused: int = 1, gathered: bool = False) -> nn.Module:
+        """Returns a linear layer cut over its output features.
+
+        Args:
+            inputs: features.
+            outputs: features over all ranks, of all matrices.
+            fused: matrices side by side in it; each rank holds its part of each.
+            gathered: its input is whole although activations are cut along the sequence.
+        """
+        sequence_parallel = self.sequence_parallel and not gathered
+        layer = self._layers.ColumnParallelLinear(
+            input_size=inputs, output_size=outputs, bias=False, gather_output=False, stride=fused, dtype=self.dtype,
+            init_method=_leave, sequence_parallel_enabled=sequence_parallel,
+        )  # fmt: skip
+        if not sequence_parallel:
+            # From 0.11 on NxD copies the gradient of a layer's input to this dtype, adds the copy up over the ranks,
+            # and hands on the gradient that it was copied from; in its own dtype there is no copy.
+            layer.reduce_dtype = self.dtype
+        return layer
+
+    def row(self, *, inputs: int, outputs: int) -> nn.Module:
+        """Returns a linear layer cut over its input features, which are this rank's part of a column layer's output."""
+        return self._layers.RowParallelLinear(
+            input_size=inputs, output_size=outputs, bias=False, input_is_parallel=True, dtype=self.dtype,
+            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
+        )  # fmt: skip
+
+    def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
+        """Returns a layer with three outputs, whose key and value matrices are held by `copies` times as many ranks."""
+        return self._qkv.GQAQKVColumnParallelLinear(
+            input_size=inputs, output_sizes=[query, key], bias=False, gather_output=False, dtype=self.dtype,
+            init_method=_leave, sequence_parallel_enabled=self.sequence_parallel,
+            kv_size_multiplier=copies, fuse_qkv=False,
+        )  # fmt: skip
+
+    def embedding(self, *, rows: int, features: int) -> nn.Module:
+        """Returns an embedding cut over the vocabulary; its output is whole."""
+        return self._layers.ParallelEmbedding(
+            num_embeddings=rows, embedding_dim=features, dtype=self.dtype, init_method=_leave
+        )
+
+    def initialise(self, module: nn.Module) -> None:
+        """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them; other modules pass.
+
+        It does so only when it initialises them, and not on the meta device, on which models are built.
+        """
+        for name in ("init_weight_cpu", "initialize_weight_biases"):
+            if hasattr(module, name):
+                getattr(module, name)()
+
+    def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns each token's negative log-likelihood in nats; logits, cut over the vocabulary, are overwritten."""
+        return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
+
+    def cut_sequence(self, x_TBH: Tensor) -> Tensor:
+        """Returns this rank's part of the sequence."""
+        return self._mappings.scatter_to_sequence_parallel_region(input_=x_TBH)
+
+    def whole_sequence(self, x_TBH: Tensor) -> Tensor:
+        """Returns the whole sequence, for a layer that all tensor ranks compute alike or that adds up itself."""
+        return self._mappings.gather_from_sequence_parallel_region(input_=x_TBH, to_model_parallel=False)
+
+    # Ranks -----------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def data_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self._state.get_data_parallel_rank()
+
+    @functools.cached_property
+    def tensor_rank(self) -> int:
+        """Which part of each matrix this rank holds."""
+        return self._state.get_tensor_model_parallel_rank()
+
+    def sum_over_replicas(self, x: Tensor) -> Tensor:
+        """Returns x, changed in place to the sum over the replicas."""
+        dist.all_reduce(x, group=self._state.get_data_parallel_group())
+        return x
+
+    # Steps and checkpoints -------------------------------------------------------------------------------------
+
+    def mark_step(self) -> None:
+        """Ends a graph: what was recorded so far is compiled, if it is new, and runs."""
+        self._xm.mark_step()
+
+    def save(self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict) -> None:
+        """Begins to write a checkpoint in the background; returns once all that it holds is copied. All ranks call it.
+
+        NxD copies what is in device memory and lets its writer read the rest when it gets there. AdamW counts its steps
+        on the host, so on a slow disk the file told of later ones; hence those tensors are copied here.
+        """
+        self._nxd.save_checkpoint(
+            checkpoint_dir_str=folder, tag=tag, model=model, optimizer=_host_tensors_copied(optimizer.state_dict()),
+            zero1_optimizer=is_sharded, user_content=content, async_save=True,
+        )  # fmt: skip
+
+    def finish_saving(self) -> None:
+        """Waits until the checkpoint is whole on all ranks, which all call it."""
+        self._nxd.finalize_checkpoint()
+
+    def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> None:
+        """Fills model and optimizer from a checkpoint. All ranks call it.
+
+        In two calls: the sharded optimizer takes its master weights from the model when it is loaded, and since 0.17
+        one call loads it before the model.
+        """
+        self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
+        if optimizer is not None:
+            self._nxd.load_checkpoint(path=folder, tag=tag, optimizer=optimizer)
+            optimizer.zero_grad()  # it leaves gradients of zero behind
+
+    def restart_master_weights(self, *, optimizer: Any) -> None:
+        """Makes the sharded optimizer anew from the model's weights, as HLAT does when there are other replicas."""
+        optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
+
+
+def _host_tensors_copied(state: Any) -> Any:
+    """Returns the same dictionaries and lists with copies of the tensors that are not on the device."""
+    if isinstance(state, dict):
+        return {name: _host_tensors_copied(value) for name, value in state.items()}
+    if isinstance(state, list):
+        return [_host_tensors_copied(value) for value in state]
+    return state.clone() if isinstance(state, Tensor) and state.device.type == "cpu" else state
+
+
+def _leave(weight: Tensor) -> None:
+    """Leaves a weight unset: the kit's initial weights do not depend on the layout, and follow."""

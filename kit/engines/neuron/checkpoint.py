@@ -1,0 +1,149 @@
+"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, under the kit's manifest.
+
+`checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done` when whole. The kit
+adds its `manifest.json`, without which a checkpoint does not count, with a checksum of each file. HLAT saved with
+`use_xser`; these are the same tensors in plain files. `kit.convert.neuron` reads both on any machine.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from kit.engines.neuron.engine import NeuronEngine
+from kit.engines.process_group import control_group
+from kit.errors import CheckpointError
+from kit.plan import Plan
+from kit.run.checkpoint import Checkpoints, Manifest, checksum
+from kit.spec import ModelSpec
+
+SETTLE_STEPS = 10
+"""NxD tells nobody that its files are written; so, that many steps later, all ranks wait for those that are not."""
+
+
+class NxdCheckpoints:
+    """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at the same steps.
+
+    Args:
+        checkpoints: of the run.
+        spec: of its model.
+        engine: whose state they hold.
+        attempt: of the run.
+        keep_last: newest checkpoints kept.
+        keep_every: checkpoints at multiples of this step are kept for ever, as HLAT kept one per 100B tokens.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        spec: ModelSpec,
+        engine: NeuronEngine,
+        *,
+        attempt: int,
+        keep_last: int,
+        keep_every: int | None,
+    ) -> None:
+        self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.pending: tuple[dict[str, Any], int] | None = None
+        self.group = control_group()
+
+    def save(self, facts: dict[str, Any]) -> None:
+        """Begins to write a checkpoint; returns as soon as training may go on.
+
+        Args:
+            facts: the manifest's fields other than attempt, time and files.
+        """
+        self.finish()
+        if dist.get_rank() == 0:
+            self.checkpoints.check_space(facts["spec"])
+            # NxD writes over an older attempt's files of the same step, which must not count until they are whole.
+            (self.checkpoints.path(facts["step"]) / "manifest.json").unlink(missing_ok=True)
+        self.engine.nxd.save(
+            folder=str(self.checkpoints.directory),
+            tag=self.checkpoints.path(facts["step"]).name,
+            model=self.engine.model,
+            optimizer=self.engine.optimizer,
+            is_sharded=self.engine.plan.zero_stage == 1,
+            content={name: facts[name] for name in ("step", "samples", "tokens", "seed")},
+        )
+        self.pending = (facts, SETTLE_STEPS)
+
+    def poll(self) -> None:
+        """Completes the pending checkpoint once it has had time enough. Call it once a step."""
+        if self.pending is None:
+            return
+        facts, steps = self.pending
+        self.pending = (facts, steps - 1)
+        if steps == 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the pending checkpoint, if any, and makes it complete."""
+        if self.pending is None:
+            return
+        (facts, _), self.pending = self.pending, None
+        self.engine.nxd.finish_saving()
+        folder = self.checkpoints.path(facts["step"])
+        files, checksums = self._files(folder)
+        if dist.get_rank() == 0:
+            self.checkpoints.complete(folder, Manifest(
+                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
+            ))  # fmt: skip
+            self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+
+    def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
+        listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(listed, src=0, group=self.group)
+        [files] = listed
+        by_size = sorted(files, key=lambda name: (-files[name], name))
+        mine = {name: checksum(folder / name) for name in by_size[dist.get_rank() :: dist.get_world_size()]}
+        told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, told, dst=0, group=self.group)
+        return files, {name: value for part in told or [] for name, value in part.items()}
+
+    def load(self, step: int) -> Manifest:
+        """Fills the engine from the checkpoint at `step` and returns its manifest.
+
+        With another number of replicas than it was written by, the weights alone are read where the optimizer is
+        sharded over the replicas: master weights start from them and AdamW's moments from zero, as HLAT resumed.
+
+        Raises:
+            CheckpointError: it was written by another engine or model, or on other tensor and pipeline degrees.
+        """
+        manifest = self.checkpoints.manifest(step)
+        self.checkpoints.check_model(manifest, self.spec)
+        now = self.engine.plan
+        _check_layout(manifest.plan, now, self.checkpoints.path(step))
+        fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel
+        self.engine.nxd.load(
+            folder=str(self.checkpoints.directory),
+            tag=self.checkpoints.path(step).name,
+            model=self.engine.model,
+            optimizer=self.engine.optimizer if fits else None,
+        )
+        if not fits:
+            self.engine.nxd.restart_master_weights(optimizer=self.engine.optimizer)
+            if dist.get_rank() == 0:
+                print(f"AdamW's moments start from zero: they were cut for {manifest.plan.data_parallel} replicas, now "
+                      f"there are {now.data_parallel}", flush=True)  # fmt: skip
+        return manifest
+
+
+def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
+    advice = "Resume with the plan that wrote it, or take its weights elsewhere: `kit export-hf`."
+    if saved.engine != "neuron":
+        raise CheckpointError(f"{path} was written by engine {saved.engine!r}; NxD reads its own only. {advice}")
+    for name in ("tensor_parallel", "pipeline_parallel", "zero_stage"):
+        if getattr(saved, name) != getattr(now, name):
+            raise CheckpointError(
+                f"{path} was written with plan.{name} {getattr(saved, name)}, now it is {getattr(now, name)}: NxD "
+                f"reads a checkpoint on the degrees that wrote it; only data_parallel may change. {advice}"
+            )
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json")
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}

@@ -1,0 +1,147 @@
+"""The Neuron engine: HLAT's recipes (arXiv 2404.10630) through NeuronX Distributed (NxD), on AWS Trainium.
+
+In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, plain data parallelism. With zero_stage 1,
+that of the 70B: fp32 master weights and fp32 gradient accumulation, sharded over the replicas, beside bf16 compute.
+Both with tensor parallelism (TP 8; TP 32 with every key/value head on 4 ranks, x PP 8) and weight decay on norms.
+
+NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it; `neuron_probe` names
+its successor. Nothing here has run on Trainium: the tests hold every call against the recorded signatures of NxD and
+train through a stand-in for it; `make test-nxd` trains, saves, resumes and imports on NxD's real source, on a CPU.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from kit.engines.neuron.adapter import Nxd
+from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
+from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
+from kit.engines.neuron.weights import Weights
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+
+class NeuronEngine:
+    """This rank's part of one model in training.
+
+    Args:
+        spec: the whole model: a Llama without biases.
+        plan: how it is cut; the process group must have `plan.num_devices` ranks.
+        recipe: optimizer settings and seed.
+        device: where this rank computes.
+        initialise: False leaves weights unset, to be filled from a checkpoint.
+
+    Raises:
+        ConfigError: the plan does not fit model or processes, or the environment computes in another precision.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device, *, initialise: bool = True
+    ) -> None:
+        plan.check(spec, dist.get_world_size())
+        check_environment(plan, os.environ)
+        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
+        check_platform(plan, spec, self.nxd.platform)
+        self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
+        self.data_rank = self.nxd.data_rank
+        seed = recipe.seed if initialise else None
+        self.weights = Weights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
+        self.model = self.nxd.model(config=self.config, build=self._build)
+        named = list(self.model.named_parameters())
+        self.optimizer = self.nxd.optimizer(
+            config=self.config,
+            parameters=[parameter for _, parameter in named],
+            holders=[self.weights.holders(name) for name, _ in named],
+            limit=recipe.gradient_clip,
+            lr=recipe.learning_rate,
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.eps,
+            weight_decay=recipe.weight_decay,
+        )
+        self.optimizer.zero_grad()
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = nxd_arguments(self.spec, self.plan)
+        recomputed = list(RECOMPUTED[self.plan.recompute])
+        arguments["activation_checkpoint_config"] = recomputed or None
+        arguments["model_init_config"] = {
+            "meta_device_init": True,
+            "param_init_fn": self._fill,
+        }
+        if arguments["pipeline_config"] is not None:
+            arguments["pipeline_config"] |= {
+                "output_loss_value_spec": tuple(arguments["pipeline_config"]["output_loss_value_spec"]),
+                "transformer_layer_cls": NxdBlock,
+                "leaf_module_cls": [leaf.__name__ for leaf in LEAVES],
+                "autowrap_modules": self.nxd.tracing(),
+            }
+        return arguments
+
+    def _build(self) -> NxdLlama:
+        # In a pipeline NxD divides the loss by the number of micro-batches itself.
+        scale = 1.0 if self._is_pipelined else 1 / self.plan.num_microbatches
+        return NxdLlama(self.spec, self.plan, self.nxd, self.weights, scale)
+
+    def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Fills a module that NxD has just given memory to; 0.9 calls it with one argument, later versions with two."""
+        self.nxd.initialise(module)
+        self.weights.fill(module)
+
+    @property
+    def _is_pipelined(self) -> bool:
+        return self.plan.pipeline_parallel > 1
+
+    def parameters(self) -> list[Parameter]:
+        """Returns this rank's parameters."""
+        return list(self.model.parameters())
+
+    def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
+        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+
+        Args:
+            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64; always as many, and
+                of the same length, since another shape is another graph to compile.
+            learning_rate: of this step.
+        """
+        if self._is_pipelined:
+            loss = self.model.run_train(**_inputs(samples))
+        else:
+            loss = torch.zeros((), device=self.device)
+            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
+                loss += self.model.run_train(**_inputs(micro_batch)).detach()
+                self.nxd.mark_step()
+            loss = self._mean_over_replicas(loss)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = self.nxd.step(optimizer=self.optimizer)  # adds up over sequence parts and replicas, and clips
+        self.optimizer.zero_grad()
+        self.nxd.mark_step()
+        return float(loss), float(norm)
+
+    @torch.no_grad()
+    def validation_loss(self, samples: Tensor) -> float:
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        self.model.eval()
+        if self._is_pipelined:
+            loss = self.model.run_eval(**_inputs(samples))
+        else:
+            loss = torch.zeros((), device=self.device)
+            for micro_batch in samples.to(self.device).split(self.plan.micro_batch_size):
+                loss += self.model(**_inputs(micro_batch))
+                self.nxd.mark_step()
+            loss = self._mean_over_replicas(loss)
+        self.model.train()
+        return float(loss)
+
+    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
+        return self.nxd.sum_over_replicas(loss / self.plan.data_parallel)
+
+
+def _inputs(samples: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": samples[:, :-1].contiguous(), "labels": samples[:, 1:].contiguous()}

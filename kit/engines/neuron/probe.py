@@ -1,0 +1,154 @@
+"""Can NeuronX Distributed (NxD) train here? Looks at what is installed, and says what is missing and where it is.
+
+NxD training is at the end of its life: SDK 2.28 (PyTorch 2.9) is the last release that AWS tells its users to train
+with, and PyTorch/XLA training has not been supported since SDK 2.30. Its successor is PyTorch itself on Neuron, in
+public beta since SDK 2.33 for trn2 and trn3: a device and a process group called `neuron`, with DTensor, FSDP2 and
+pipelining, which the kit's native engine is made of. The kit does not start it yet: `native` knows CPUs and GPUs.
+Source: release notes and "TorchNeuron" of the AWS Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), 2025-12
+to 2026-10.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from kit.errors import MissingPackageError
+
+State = Literal["absent", "placeholder", "wrong version", "broken", "ok"]
+
+REQUIREMENTS = Path(__file__).parents[3] / "requirements" / "trainium.txt"
+PACKAGES = {"neuronx-distributed": "neuronx_distributed", "torch-neuronx": "torch_neuronx", "torch-xla": "torch_xla"}
+"""What training imports, by the name under which it is installed."""
+PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
+"""Versions on the public index that install without an error and hold nothing; the real ones are in AWS's own index."""
+SUPPORTED = ("0.17", "0.18")
+"""SDK 2.28 and 2.29: the last with NxD training that run on a Python on which the kit runs."""
+IMPORT_LIMIT_S = 300.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NeuronStatus:
+    """Whether NxD can train here."""
+
+    state: State
+    reason: str
+    """One sentence; empty where it works."""
+    versions: dict[str, str]
+    """Of the packages that are installed."""
+
+    @property
+    def message(self) -> str:
+        """The reason and what to do about it."""
+        return (
+            f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}: {self.reason} On a Trainium "
+            f"host, in an environment of its own: pip install -r {REQUIREMENTS} (it says how to add the kit). NxD "
+            f"training has reached its end of life; elsewhere, and for new work, use plan.engine 'native'."
+        )
+
+
+class NeuronError(MissingPackageError):
+    """NxD is absent, a placeholder, of the wrong version, or broken; the message says which."""
+
+    def __init__(self, status: NeuronStatus) -> None:
+        ImportError.__init__(self, status.message)
+
+
+def require() -> None:
+    """Returns nothing if NxD can train here; it is imported in another process.
+
+    Raises:
+        NeuronError: it cannot.
+    """
+    status = probe()
+    if status.state != "ok":
+        raise NeuronError(status)
+
+
+def probe() -> NeuronStatus:
+    """Returns what is installed and whether it can train; real packages are imported, in another process."""
+    versions = _versions()
+    state, reason = _judge(versions)
+    if state == "ok":
+        state, reason = _import()
+    return NeuronStatus(state=state, reason=reason, versions=versions)
+
+
+def import_nxd() -> None:
+    """Imports NxD in this process, for a rank, which must not start a second one on its cores.
+
+    Raises:
+        NeuronError: it cannot train, or cannot be imported.
+    """
+    versions = _versions()
+    state, reason = _judge(versions)
+    for module in PACKAGES.values() if state == "ok" else ():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a library that does not fit torch raises what it likes
+            state, reason = "broken", f"it is installed but cannot be imported: {type(error).__name__}: {error}."
+            break
+    if state != "ok":
+        raise NeuronError(NeuronStatus(state=state, reason=reason, versions=versions))
+
+
+def has_device() -> bool:
+    """Returns whether this machine has a Neuron device."""
+    return Path("/dev/neuron0").exists()
+
+
+def _versions() -> dict[str, str]:
+    return {name: version for name in PACKAGES if (version := _version(name)) is not None}
+
+
+def _judge(versions: dict[str, str]) -> tuple[State, str]:
+    """Returns what the names and versions alone tell."""
+    for name, version in versions.items():
+        if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
+            return "placeholder", f"{name} {version} is the public index's placeholder, which holds no code."
+    name = "neuronx-distributed"
+    if name not in versions:
+        if find_spec(PACKAGES[name]) is None:
+            return "absent", "it is not installed."
+        return "broken", f"{PACKAGES[name]} is on the path but was never installed, so its version is unknown."
+    if ".".join(versions[name].split(".")[:2]) not in SUPPORTED:
+        return "wrong version", f"version {versions[name]} is installed."
+    if "torch-xla" not in versions and "torch-neuronx" in versions:
+        return "wrong version", (
+            f"torch-neuronx {versions['torch-neuronx']} comes without torch-xla, so it is the new native PyTorch "
+            f"backend, which NxD does not use."
+        )
+    for other in PACKAGES:
+        if other not in versions:
+            return "absent", f"{other}, which it imports, is not installed."
+    return "ok", ""
+
+
+def _import() -> tuple[State, str]:
+    """Imports NxD in a process of its own: it takes the Neuron cores, and a crash of it is not ours."""
+    path = os.pathsep.join(part for part in sys.path if part)
+    command = [sys.executable, "-c", f"import {', '.join(PACKAGES.values())}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=IMPORT_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "broken", f"it could not be imported within {IMPORT_LIMIT_S:.0f} s."
+    if done.returncode == 0:
+        return "ok", ""
+    last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
+    if "WRONG PACKAGE" in done.stderr:
+        return "placeholder", "one of its packages is the public index's placeholder, which holds no code."
+    return "broken", f"it is installed but cannot be imported: {last.rstrip('.')}."
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,216 @@
+"""Candidates: every layout that a Plan may describe for one model, device count and batch, as one Layouts."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError
+from kit.estimate.theory.layouts import DEGREES, FLASH_ATTENTION, KERNELS, RECOMPUTE, SCHEDULES, SHAPES, Array, Layouts
+from kit.plan import MULTI_STAGE_SCHEDULES, EngineName, Plan
+from kit.spec import ModelSpec
+
+_SCHEDULE = {name: code for code, name in enumerate(SCHEDULES)}
+_FREE = {
+    "tensor_parallel": "devices", "pipeline_parallel": "devices", "virtual_stages": "stages", "micro_batch_size":
+    "sequences", "zero_stage": "0 to 3", "sequence_parallel": "bool", "recompute": RECOMPUTE, "schedule": SCHEDULES,
+}  # fmt: skip
+"""What a search may choose, and what `only` may restrict."""
+
+
+def candidates(
+    spec: ModelSpec,
+    num_devices: int,
+    global_batch_size: int,
+    *,
+    engine: EngineName = "native",
+    only: Mapping[str, Iterable[Any]] | None = None,
+    **kernels: Any,
+) -> Layouts:
+    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each once.
+
+    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline.
+
+    Args:
+        spec: the model.
+        num_devices: all are used: TP x PP x DP.
+        global_batch_size: sequences in one optimizer step.
+        engine: what would run them: layouts that it does not train are left out.
+        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"], "tensor_parallel": [4, 8]}`.
+        kernels: as in `Layouts.of`.
+
+    Raises:
+        ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message says which rule.
+    """
+    for name, value in (("num_devices", num_devices), ("global_batch_size", global_batch_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"plan.{name}: {value!r} is not allowed. Give a whole number from 1.")
+    limits = _limits(only or {})
+    shapes = _shapes(spec, num_devices, global_batch_size, limits, engine)
+    modes = _modes(limits, engine)
+    if not len(shapes["tensor_parallel"]):
+        raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
+    row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length))
+    if not len(row):
+        raise ConfigError(
+            f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
+        )
+    columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
+    columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
+    columns |= {name: values[mode] for name, values in modes.items()}
+    columns["global_batch_size"] = np.array([float(global_batch_size)])
+    if engine == "neuron":  # a rank holds at least one key/value head
+        columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
+    kernels = KERNELS | {"flash_attention": FLASH_ATTENTION[engine]} | kernels
+    layouts = Layouts(**columns, **{name: np.atleast_1d(value) for name, value in kernels.items()})
+    return layouts if engine == "native" else layouts.select(_trained(layouts, spec, engine))
+
+
+def single_precision(layouts: Layouts) -> Layouts:
+    """Returns the same layouts in float32: half the memory traffic, seven digits."""
+    columns = {field.name: getattr(layouts, field.name) for field in dataclasses.fields(layouts)}
+    return Layouts(**{n: c.astype(np.float32) if c.dtype == np.float64 else c for n, c in columns.items()})
+
+
+def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
+    limits = {}
+    for name, values in only.items():
+        if name not in _FREE:
+            raise ConfigError(f"search.only.{name}: unknown. Allowed: {', '.join(sorted(_FREE))}.")
+        limits[name] = (values,) if isinstance(values, str | int) else tuple(values)
+        allowed = _FREE[name]
+        if isinstance(allowed, tuple) and not set(limits[name]) <= set(allowed):
+            raise ConfigError(f"search.only.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}.")
+    return limits
+
+
+def _shapes(
+    spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
+) -> dict[str, Array]:
+    """Returns all (t, p, v, r, b) whose products and divisions are whole."""
+    rows = []
+    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
+        for p in _choice(limits, "pipeline_parallel", divisors(np.gcd(num_devices // t, spec.num_layers))):
+            replicas = num_devices // (t * p)
+            if batch % replicas:
+                continue
+            stages = divisors(spec.num_layers // p) if p > 1 else [1]
+            sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
+            rows += [(t, p, v, replicas, b) for v in _choice(limits, "virtual_stages", stages) for b in sizes]
+    table = np.array(rows, dtype=float).reshape(-1, 5).T
+    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "micro_batch_size")
+    shapes = dict(zip(names, table, strict=True))
+    return shapes | {"num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])}
+
+
+def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
+    width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
+
+    def holds_whole_heads(t: int) -> bool:
+        return spec.num_kv_heads * Plan(tensor_parallel=t, engine=engine).kv_replication(spec) % t == 0
+
+    return [t for t in divisors(int(width)) if holds_whole_heads(t)]
+
+
+def _modes(limits: dict[str, tuple], engine: EngineName) -> dict[str, Array]:
+    """Returns all (schedule, recompute, ZeRO, sequence parallel)."""
+    schedules = _choice(limits, "schedule", SCHEDULES)
+    piped = {name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES)) for name in schedules}
+    schedules = [name for name in schedules if _takes(engine, **piped[name], schedule=name)] or schedules
+    schedules = [_SCHEDULE[name] for name in schedules]
+    recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
+    # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and not searched for.
+    stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
+    zero = [float(stage) for stage in _choice(limits, "zero_stage", stages) if _takes(engine, zero_stage=stage)]
+    sequence = _choice(limits, "sequence_parallel", (False, True))
+    grid = np.meshgrid(
+        np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool)
+    )
+    names = ("schedule", "recompute", "zero_stage", "sequence_parallel")
+    return {name: axis.ravel() for name, axis in zip(names, grid, strict=True)}
+
+
+def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length: int) -> Array:
+    """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written for arrays."""
+    column = {name: values[:, None] for name, values in shapes.items()}
+    t, p, v, r = (column[name] for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel"))
+    m, schedule, zero = column["num_microbatches"], modes["schedule"], modes["zero_stage"]
+    kind = {name: schedule == code for name, code in _SCHEDULE.items()}
+    many = np.isin(schedule, [_SCHEDULE[name] for name in MULTI_STAGE_SCHEDULES])
+    split = kind["zero_bubble"] | kind["zbv"]  # backward pass in two halves, see Plan
+    piped = (many == (v > 1)) & (~split | ((modes["recompute"] == 0) & (zero != 3)))
+    piped &= ~kind["zbv"] | ((v == 2) & (m >= 2 * p - 1))
+    piped &= ~(kind["interleaved"] | kind["zero_bubble"]) | (np.mod(m, p) == 0)
+    schedule_ok = np.where(p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min()))
+    sequence_ok = ~modes["sequence_parallel"] | ((t > 1) & (np.mod(sequence_length, t) == 0))
+    return schedule_ok & sequence_ok & ((r > 1) | (zero == zero.min()))
+
+
+def _takes(engine: EngineName, **fields: Any) -> bool:
+    try:
+        Plan.from_dict({"global_batch_size": 4, "zero_stage": 1, "precision": "bf16", "engine": engine} | fields)
+    except ConfigError:
+        return False
+    return True
+
+
+def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
+    """Returns which layouts the engine trains, bool: Plan is asked, once for all that differ in micro-batch only.
+
+    Raises:
+        ConfigError: none; with the reason of the first.
+    """
+    names = [
+        name for name in (*DEGREES, "recompute", "schedule") if name not in ("micro_batch_size", "global_batch_size")
+    ]
+    table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
+    _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
+
+    def refusal(index: int) -> ConfigError | None:
+        try:
+            layouts.plan(index, engine).check(spec)
+        except ConfigError as error:
+            return error
+        return None
+
+    refusals = [refusal(int(index)) for index in first]
+    if all(refusals):
+        raise ConfigError(str(refusals[0]))
+    return np.array([each is None for each in refusals])[inverse.ravel()]
+
+
+def divisors(number: int) -> list[int]:
+    """Returns all divisors, ascending."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def _choice(limits: dict[str, tuple], name: str, values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if name not in limits or value in limits[name]]
+
+
+def _kind(spec: ModelSpec, name: str) -> type:
+    return bool if isinstance(getattr(spec, name), bool) else float
+
+
+def _describe(limits: dict[str, tuple]) -> str:
+    return ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
+
+
+def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName) -> str:
+    """Returns what is wrong with a device count or batch that no layout fits, and the nearest that work."""
+    if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
+        return f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
+    replicas = {
+        num_devices // (t * p)
+        for t in _tensor_degrees(spec, num_devices, engine)
+        for p in divisors(int(np.gcd(num_devices // t, spec.num_layers)))
+    }
+    fewest = min(replicas)
+    return (
+        f"plan.global_batch_size: {batch} sequences on {num_devices} devices is not allowed for {spec.name}: any "
+        f"layout has at least {fewest} replicas (TP divides heads, feed-forward and vocabulary, PP divides "
+        f"{spec.num_layers} layers), and replicas must divide the batch. Use a multiple of one of "
+        f"{sorted(replicas)[:6]} as batch, or another number of devices."
+    )

@@ -1,0 +1,256 @@
+"""Explanations of a search: what limits a layout, what would change the choice, and how far it is from measurements."""
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cluster.record import html_table
+from kit.errors import ConfigError
+from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
+from kit.estimate.choose.search import Search, describe, interval, seconds
+from kit.estimate.theory.orders import Order
+from kit.estimate.theory.schedule import simulate
+from kit.plan import Plan
+
+SHORTLIST = 2000
+"""Fastest layouts that are looked at again on a changed machine."""
+WITHIN_REACH = 1.5
+"""Of the device's memory: what needs more is not called limited by memory, since nothing small would help."""
+FAR = 4.0
+"""Distance to the nearest published run from which on a prediction is called outside the measured range."""
+SIMULATED_ROUNDS = 6
+"""Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats the slowest stage."""
+CHANGES = {
+    "a network between nodes half as fast": {"network_bytes_per_s": 0.5},
+    "links inside a node half as fast": {"near_bytes_per_s": 0.5, "node_bytes_per_s": 0.5},
+    "matrix products a quarter slower": {"matmul_flops_per_s": 0.75, "peak_flops_per_s": 0.75},
+    "a quarter more memory": {"memory_bytes": 1.25},
+    "a quarter less memory": {"memory_bytes": 0.75},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One layout of a search with everything that is known about it."""
+
+    search: Search
+    index: int
+    tokens: float | None = None
+    """Budget for days and price."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        """As the engines take it."""
+        return self.search.plan(self.index)
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The plan's fields, step time, bytes, risk, MFU, and with a token budget days and price."""
+        row = self.search.row(self.index) | {"tokens_per_s": float(self._time.tokens_per_s[0]), "hfu": self._hfu}
+        if self.tokens is not None:
+            price = float(self._time.price(self.tokens)[0])
+            row |= {"days": float(self._time.days(self.tokens)[0]), "price_usd": None if math.isnan(price) else price}
+        return row
+
+    @cached_property
+    def time_terms_s(self) -> dict[str, float]:
+        """Seconds of the step by term, largest first; they add up to the step time."""
+        terms = {name: float(np.broadcast_to(value, (1,))[0]) for name, value in self._time.terms_s.items()}
+        return dict(sorted(terms.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def memory_terms_bytes(self) -> dict[str, float]:
+        """Bytes of the heaviest device by term, reserve included."""
+        terms = self.search.machine.memory(self._layout).terms()
+        return {name: float(value[0]) for name, value in terms.items()}
+
+    @cached_property
+    def simulated_s(self) -> float:
+        """Step time with the schedule run event by event instead of its closed form."""
+        return simulated_step_time(self)
+
+    @cached_property
+    def binding(self) -> str:
+        """What keeps the step from being faster: memory, or the largest loss of time."""
+        search, capacity = self.search, float(self.search.machine.hardware.memory_bytes)
+        near = np.flatnonzero(~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity))
+        if len(near):
+            fastest = int(near[np.argmin(search.step_time_s[near])])
+            gain = 1 - search.step_time_s[fastest] / search.step_time_s[self.index]
+            if gain > 0.01:
+                return (
+                    f"memory: {describe(search.row(fastest))} would be {gain:.0%} faster, but uses "
+                    f"{search.used_bytes[fastest] / 1e9:.0f} GB of {capacity / 1e9:.0f} GB"
+                )
+        total = sum(self.time_terms_s.values())
+        useful = sum(self.time_terms_s[name] for name in ("gemm", "attention"))
+        name, loss = next(item for item in self.time_terms_s.items() if item[0] not in ("gemm", "attention"))
+        lost = f"{name.replace('_', ' ')}, {loss / total:.0%}"
+        return f"computation: {useful / total:.0%} of the step; most is lost to {lost}"
+
+    @cached_property
+    def changes(self) -> tuple[str, ...]:
+        """What would change the choice: other machines on which another layout wins, and the runner-up here."""
+        texts = [text for name, factors in CHANGES.items() if (text := _changed(self, name, factors))]
+        runner_up = _runner_up(self)
+        return (*texts, runner_up) if runner_up else tuple(texts)
+
+    @cached_property
+    def nearest(self) -> Nearest | None:
+        """The published run most like this layout."""
+        machine = self.search.machine
+        return nearest_run(self.search.spec, self.plan, machine.hardware, machine.coefficients)
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Where the prediction should not be trusted as it stands."""
+        site, texts = self.search.machine.site, []
+        ceiling = site.device.matmul_flops_per_s.get("bf16")
+        rate = self._hfu * float(self.search.machine.hardware.peak_flops_per_s)
+        if ceiling and rate > 0.9 * ceiling.value:
+            texts.append(
+                f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was seen above "
+                f"{ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of this machine."
+            )
+        best = measured_mfu(site.device.name)
+        if best and self.row["mfu"] > best:
+            texts.append(f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this device reach.")
+        if self.nearest is None or self.nearest.distance > FAR:
+            texts.append("no published run is near: a prediction outside the measured range.")
+        return tuple(texts)
+
+    @cached_property
+    def _layout(self):
+        return self.search.layouts.select(np.array([self.index]))
+
+    @cached_property
+    def _time(self):
+        return self.search.machine.step_time(self._layout)
+
+    @property
+    def _hfu(self) -> float:
+        return float(np.broadcast_to(self._time.hfu(), (1,))[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        return self.row | {
+            "simulated_step_time_s": self.simulated_s,
+            "time_terms_s": self.time_terms_s,
+            "memory_terms_bytes": self.memory_terms_bytes,
+            "binding": self.binding,
+            "nearest": str(self.nearest) if self.nearest else None,
+            "nearest_residual": self.nearest.residual if self.nearest else None,
+            "changes": list(self.changes),
+            "warnings": list(self.warnings),
+        }
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (label, text) pairs for people."""
+        row = self.row
+        facts = [
+            ("layout", describe(row)),
+            (
+                "step",
+                f"{seconds(row['step_time_s'])} s, 90 % interval {interval(row)} s; {seconds(self.simulated_s)} s with "
+                f"the schedule simulated",
+            ),
+            ("times", str(self.search.machine.calibration)),
+            ("rate", f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"),
+            ("memory", f"{row['used_bytes'] / 1e9:.1f} GB a device, risk {row['out_of_memory_probability']:.1%}"),
+        ]
+        if self.tokens is not None:
+            price = "" if row["price_usd"] is None else f", {row['price_usd']:,.0f} USD"
+            facts.append((f"{self.tokens:.3g} tokens", f"{row['days']:,.1f} days{price}"))
+        facts += [("limited by", self.binding), ("nearest measured run", str(self.nearest or "none"))]
+        facts += [("other choice", text) for text in self.changes] + [("warning", text) for text in self.warnings]
+        return facts
+
+    def _repr_html_(self) -> str:
+        return html_table(f"{self.search.spec.name} on {self.search.machine.site.name}", self.facts())
+
+
+def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
+    """Returns the `count` fastest feasible layouts, explained, ordered by simulated step time.
+
+    Args:
+        search: of one model and machine.
+        count: layouts that are simulated.
+        tokens: training budget for days and price.
+
+    Raises:
+        ConfigError: count or tokens below 1.
+    """
+    if count < 1 or (tokens is not None and not (math.isfinite(tokens) and tokens >= 1)):
+        raise ConfigError(f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1.")
+    found = [Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)]
+    return sorted(found, key=lambda answer: (answer.simulated_s, answer.row["used_bytes"]))
+
+
+def simulated_step_time(answer: Answer) -> float:
+    """Returns the step time with the schedule simulated from the closed form's stage times, seconds.
+
+    A third of the matrix products is forward, a third input gradients, a third weight gradients; recomputation is
+    part of the backward pass; logits and embedding are on the last stage, the heavier of the two by far.
+    """
+    plan, terms = answer.plan, answer.time_terms_s
+    outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
+    m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
+    share = {name: value / (m * v) for name, value in terms.items()}  # of one stage and micro-batch
+    weight = share["gemm"] / 3
+    forward = weight + share["attention"] / 3.5 + share["elementwise"] / 2.6 + share["tensor_parallel"] / 2
+    forward += share["context_parallel"] / 3 + share["host_launch"] / 3
+    layers = ("gemm", "attention", "elementwise", "tensor_parallel", "context_parallel", "host_launch", "recompute")
+    backward = sum(share[name] for name in layers) - forward - weight
+    ends = np.zeros(p * v)
+    ends[-1] = terms["embedding_logits"] * p / m
+    whole = forward + backward + weight + ends  # per stage and micro-batch
+    simulated = min(m, SIMULATED_ROUNDS * p)
+    order = Order.of(
+        plan.schedule if p > 1 else "1f1b", pipeline_parallel=p, num_microbatches=simulated, virtual_stages=v
+    )
+    send = terms["pipeline_send"] / (2 * m * v) / answer.search.machine.coefficients.pipeline_exposed
+    result = simulate(
+        order,
+        forward_s=forward + ends / 3,
+        backward_input_s=backward + ends / 3,
+        backward_weight_s=weight + ends / 3,
+        send_s=send if p > 1 else 0.0,
+    )
+    per_device = np.bincount(order.device_of_stage, weights=whole, minlength=p)
+    return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
+
+
+def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
+    """Returns which layout wins on a changed machine, if it is another and more than 1 % faster there."""
+    search = answer.search
+    hardware = search.machine.hardware
+    values = {field: getattr(hardware, field) * factor for field, factor in factors.items()}
+    machine = dataclasses.replace(search.machine, hardware=dataclasses.replace(hardware, **values))
+    fits = np.flatnonzero(search.used_bytes <= machine.most_bytes(search.max_risk))
+    if not len(fits):
+        return f"with {name}, no layout fits"
+    rows = fits[np.argsort(search.step_time_s[fits])[:SHORTLIST]]
+    rows = np.union1d(rows, [answer.index]) if answer.index in fits else rows
+    times = np.broadcast_to(machine.step_time(search.layouts.select(rows)).total_s, rows.shape)
+    best = int(rows[times.argmin()])
+    if answer.index not in rows:
+        return f"with {name}, this layout does not fit; {describe(search.row(best))} takes {times.min():.4g} s"
+    here = float(times[np.searchsorted(rows, answer.index)])
+    if best == answer.index or times.min() > 0.99 * here:
+        return None
+    return f"with {name}, {describe(search.row(best))} is {1 - times.min() / here:.0%} faster"
+
+
+def _runner_up(answer: Answer) -> str | None:
+    """Returns the fastest feasible layout with other tensor or pipeline degrees."""
+    search, layouts = answer.search, answer.search.layouts
+    t, p = layouts.tensor_parallel[answer.index], layouts.pipeline_parallel[answer.index]
+    other = (layouts.tensor_parallel != t) | (layouts.pipeline_parallel != p)
+    rows = search.order[other[search.order]]
+    if not len(rows):
+        return None
+    slower = search.step_time_s[rows[0]] / search.step_time_s[answer.index] - 1
+    return f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}: {slower:+.1%} time"

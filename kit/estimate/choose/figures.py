@@ -1,0 +1,156 @@
+"""Pictures of estimates: memory by stage, time by term, the front of time and memory, predicted against measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError
+from kit.estimate.choose.search import Search
+from kit.estimate.theory.layouts import Array
+from kit.estimate.theory.memory import TERMS, StageMemory
+from kit.show.style import BLUE, GREEN, GREY, OLIVE, SLATE, VERMILION, Rows, new_figure
+
+MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
+TIME_COLOURS = {
+    "gemm": "#0072B2", "attention": "#56A0D3", "elementwise": "#A9CBE6", "recompute": "#5E7F99",
+    "host_launch": "#B8C4CC",
+    "tensor_parallel": "#B34D00", "context_parallel": "#D27A3C", "pipeline_send": "#E39A63", "data_parallel": "#F0C39C",
+    "bubble": "#9A4A78", "imbalance": "#CC97B6", "embedding_logits": "#007A5A", "optimizer": "#6DBFA4",
+    "overhead": "#BFBFBF",
+}  # fmt: skip
+"""Computation blue, communication brown, waiting purple, the rest green and grey."""
+SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", OLIVE, SLATE, "#56A0D3", "#E39A63", "#6DBFA4", "#CC97B6")
+MARKERS = "oDs^vP*<>X"
+
+
+def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tuple[Any, Rows]:
+    """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and their table.
+
+    Args:
+        stages: of each layout, by title, from `memory_by_stage`.
+        device_bytes: drawn as a line.
+    """
+    rows: Rows = []
+    with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
+        for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
+            count = np.size(stage.total)
+            bottom = np.zeros(count)
+            for name, colour in zip(TERMS, MEMORY_COLOURS, strict=True):
+                size = np.broadcast_to(getattr(stage, name), count) / 2**30
+                axis.bar(range(count), size, bottom=bottom, color=colour, width=0.85, label=name.replace("_", " "))
+                bottom = bottom + size
+            rows += [{"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)]
+            axis.axhline(device_bytes / 2**30, color=GREY, linestyle="--", linewidth=1)
+            axis.set_title(title)
+            axis.set_xlabel("pipeline device")
+        axes[0, 0].set_ylabel("GiB per device")
+        axes[0, 0].annotate("memory of a device", (0, device_bytes / 2**30), xytext=(2, 3), textcoords="offset points",
+                            color=GREY)  # fmt: skip
+        axes[0, 0].set_ylim(0, 1.2 * max(device_bytes / 2**30, max(row["GiB"] for row in rows)))
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower left", ncols=4)
+    return figure, rows
+
+
+def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
+    """Returns horizontal bars of where the time of some steps goes, each as shares of its step, and their table.
+
+    Args:
+        terms: seconds by term of each step (`StepTime.terms_s`), by title.
+    """
+    seconds = {name: np.array([float(np.squeeze(step[name])) for step in terms.values()]) for name in TIME_COLOURS}
+    total = sum(seconds.values())
+    with new_figure(height=0.42 * len(terms) + 2.0) as (figure, axis):
+        left = np.zeros(len(terms))
+        for name, colour in TIME_COLOURS.items():
+            shares = 100 * seconds[name] / total
+            if shares.max() < 0.5:
+                continue
+            axis.barh(range(len(terms)), shares, left=left, color=colour, height=0.72, label=name.replace("_", " "))
+            for place, share in enumerate(shares):
+                if share >= 6:
+                    axis.text(left[place] + share / 2, place, f"{share:.0f}", ha="center", va="center", color="white")
+            left = left + shares
+        axis.set_yticks(range(len(terms)), list(terms))
+        axis.set(xlim=(0, 100), ylim=(len(terms) - 0.5, -0.5), xlabel="% of the step")
+        axis.grid(visible=False)
+        figure.legend(loc="outside lower left", ncols=3)
+    return figure, [{"step": title} | {name: float(column[i]) for name, column in seconds.items()}
+                    for i, title in enumerate(terms)]  # fmt: skip
+
+
+def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:
+    """Returns all layouts of a search as points of memory and time, with the front, and the front as a table.
+
+    Args:
+        search: what to show.
+        marked: indices of layouts to name in the picture.
+    """
+    rows = [search.row(int(index)) for index in search.pareto]
+    used, time_s = search.used_bytes / 2**30, search.step_time_s
+    capacity = float(search.machine.hardware.memory_bytes) / 2**30
+    near = (time_s < 6 * time_s.min()) & (used < 4 * capacity)
+    with new_figure(height=3.6) as (figure, axis):
+        cloud = np.flatnonzero(near)
+        cloud = cloud[:: max(1, len(cloud) // 20_000)]
+        axis.plot(used[cloud], time_s[cloud], ".", color=BLUE, alpha=0.12, markersize=2.5, rasterized=True)
+        front = search.pareto[near[search.pareto]]
+        axis.step(used[front], time_s[front], where="post", color=VERMILION, label="no layout is better in both")
+        axis.axvline(capacity, color=GREY, linestyle="--", linewidth=1)
+        axis.annotate("memory of a device", (capacity, 0.97), xycoords=("data", "axes fraction"), xytext=(4, 0),
+                      textcoords="offset points", color=GREY, va="top")  # fmt: skip
+        for name, index in (marked or {}).items():
+            axis.plot(used[index], time_s[index], "o", color=GREEN, markersize=6, zorder=4)
+            axis.annotate(name, (used[index], time_s[index]), xytext=(7, 5), textcoords="offset points", color=GREEN)
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="GiB used on the fullest device",
+            ylabel=f"seconds per step, {search.machine.calibration.label}",
+        )
+        axis.set_title(f"{search.spec.name} on {search.num_devices:,} devices: {len(search.layouts):,} layouts")
+        axis.legend(loc="lower left")
+        plain_ticks(axis)
+    return figure, rows
+
+
+def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
+    """Returns predicted against measured step times, each prediction made without its group, and a table of errors.
+
+    Args:
+        groups: (measured, predicted) seconds by name of the data set.
+        title: of the figure.
+
+    Raises:
+        ConfigError: more groups than there are markers.
+    """
+    if len(groups) > len(MARKERS):
+        raise ConfigError(f"groups: {len(groups)} are too many for one picture. Give at most {len(MARKERS)}.")
+    rows: Rows = []
+    with new_figure(height=5.6) as (figure, axis):
+        for (name, (measured, predicted)), marker, colour in zip(groups.items(), MARKERS, SERIES, strict=False):
+            error = np.abs(predicted / measured - 1)
+            rows.append({"rows": name, "number": len(measured), "mean error": float(error.mean()),
+                         "median error": float(np.median(error)), "worst": float(error.max())})  # fmt: skip
+            axis.plot(measured, predicted, marker, color=colour, alpha=0.55, markersize=3.5,
+                      label=f"{name}: {len(measured)}, {100 * error.mean():.1f} %")  # fmt: skip
+        every = np.concatenate([np.concatenate(pair) for pair in groups.values()])
+        ends = np.array([every.min() / 1.3, every.max() * 1.3])
+        axis.plot(ends, ends, color=GREY, linewidth=1)
+        axis.fill_between(ends, ends / 1.1, ends * 1.1, color=GREY, alpha=0.15, linewidth=0, label="within 10 %")
+        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds per step",
+                 ylabel="predicted seconds per step", title=title)  # fmt: skip
+        figure.legend(loc="outside lower left", ncols=2, title="rows, and their mean error", alignment="left")
+        plain_ticks(axis)
+    return figure, rows
+
+
+def plain_ticks(axis: Any) -> None:
+    """Labels logarithmic axes 1, 2, 5, 10 instead of powers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        side.set_minor_formatter(NullFormatter())

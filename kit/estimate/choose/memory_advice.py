@@ -1,0 +1,105 @@
+"""Out of memory: which change of the plan would need less, by the planner's estimate. No torch."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from kit.errors import ConfigError, kit_command
+from kit.estimate.theory.activations import ENGINE_KERNELS
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.memory import CONVENTIONS, STATE, Convention, memory
+from kit.estimate.theory.out_of_memory import RESERVE
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+
+FP32 = Convention(name="fp32 weights and AdamW, 16 B", weights=4, optimizer=8)
+NO_RESERVE = RESERVE.replace(factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs")
+SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A change of the plan, and the bytes that a device then needs."""
+
+    changes: dict[str, Any]
+    used_bytes: float
+
+    @property
+    def settings(self) -> str:
+        """The change as options of `kit resume`."""
+        return " ".join(f"--set plan.{name}={value}" for name, value in self.changes.items())
+
+    def __str__(self) -> str:
+        return f"{self.settings} ({self.used_bytes / 2**30:.2f} GiB)"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that memory ran out: of a GPU, of this process, or of torch's CPU allocator."""
+    said = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said))
+    )
+
+
+def memory_advice(run: Run) -> str:
+    """Returns in one line what the plan is estimated to need, and which smallest changes need less, with numbers."""
+    device = run.site.device.memory_bytes
+    on_cpu = "CPU" in run.site.device.name
+    now, *options = estimated(run.spec, run.plan, [{}, *changes(run.spec, run.plan)], reserved=not on_cpu)
+    smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
+    limit = device.value if device is not None else None
+    fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
+    has = "" if limit is None else f" of {limit / 2**30:.2f} GiB"
+    need = f"Out of memory. Estimated need of a device: {now.used_bytes / 2**30:.2f} GiB{has}."
+    if not fits:
+        return f"{need} No change of micro-batch, recomputation or ZeRO stage fits: use more devices (`kit plan`)."
+    which = "would fit" if limit is not None and now.used_bytes > limit else "need less"
+    best = "; ".join(map(str, fits[:SHOWN]))
+    resume = kit_command("resume", run.directory)
+    return f"{need} These {which}: {best}. Resume with one of them: `{resume} {fits[0].settings}`."
+
+
+def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
+    """Returns changes that need less memory on as many devices, the smallest first: one setting, then two and three."""
+    smaller = [size for size in (2**power for power in range(16)) if size < plan.micro_batch_size]
+    single: list[list[dict[str, Any]]] = [
+        [{"micro_batch_size": size} for size in reversed(smaller) if plan.micro_batch_size % size == 0],
+        [{"recompute": mode} for mode in _stronger(plan)],
+        [{"zero_stage": stage} for stage in range(plan.zero_stage + 1, 4) if plan.data_parallel > 1],
+    ]
+    found = []
+    for count in (1, 2, 3):
+        for kinds in itertools.combinations(single, count):
+            for parts in itertools.product(*kinds):
+                change = {name: value for part in parts for name, value in part.items()}
+                try:
+                    plan.replace(**change).check(spec)
+                except ConfigError:
+                    continue
+                found.append(change)
+    return found
+
+
+def _stronger(plan: Plan) -> list[str]:
+    modes = ["none", "selective", "full"]
+    return modes[modes.index(plan.recompute) + 1 :]
+
+
+def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reserved: bool) -> list[Option]:
+    """Returns each change with the estimated bytes of the heaviest device.
+
+    In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
+    """
+    layouts = Layouts.of(spec, [plan.replace(**change) for change in tried])
+    is_fp32 = plan.precision == "fp32"
+    convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
+    reserve = RESERVE if reserved else NO_RESERVE
+    terms = memory(layouts, kernels=ENGINE_KERNELS[plan.engine], convention=convention, reserve=reserve).terms()
+    used = sum(np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
+               for name, value in terms.items())  # fmt: skip
+    return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]

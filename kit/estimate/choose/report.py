@@ -1,0 +1,113 @@
+"""What `kit plan` prints: the fastest layouts that fit, and an explanation of the first."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.choose.explain import Answer, answers
+from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
+from kit.estimate.fit.calibrate import Calibration, published_calibration
+from kit.plan import EngineName
+from kit.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """A search, and its fastest layouts explained, fastest first by simulation."""
+
+    search: Search
+    answers: list[Answer]
+    choice: int = 1
+    """Which of them is explained and kept, from 1."""
+
+    @property
+    def chosen(self) -> Answer:
+        """The layout that is explained and kept."""
+        return self.answers[self.choice - 1]
+
+    @property
+    def title(self) -> str:
+        """One line: model, machine, and how many layouts were compared."""
+        return self.search.title
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns of `rows`."""
+        return ("#", *COLUMNS, "simulated s")
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The layouts as text."""
+        return [
+            (str(number), *cells(answer.row), seconds(answer.simulated_s))
+            for number, answer in enumerate(self.answers, start=1)
+        ]
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """What is known about the chosen layout, as (label, text)."""
+        return self.chosen.facts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        found = self.search
+        return {
+            "model": found.spec.name,
+            "site": found.machine.site.name,
+            "num_devices": found.num_devices,
+            "global_batch_size": found.global_batch_size,
+            "engine": found.engine,
+            "max_risk": found.max_risk,
+            "calibration_runs": found.machine.calibration.num_runs,
+            "layouts": len(found.layouts),
+            "feasible": len(found.order),
+            "plan": self.chosen.plan.to_dict(),
+            "answers": [answer.to_dict() for answer in self.answers],
+            "pareto": [found.row(int(index)) for index in found.pareto],
+        }
+
+
+def plan_report(
+    model: str,
+    *,
+    site: str,
+    devices: int,
+    batch: int,
+    tokens: float | None = None,
+    max_risk: float = 0.05,
+    count: int = 5,
+    choose: int = 1,
+    engine: EngineName | None = None,
+    calibration: Calibration | None = None,
+    only: Mapping[str, Iterable[Any]] | None = None,
+) -> PlanReport:
+    """Returns the fastest layouts of a model on a machine.
+
+    Args:
+        model: a preset, or a spec.json.
+        site: a name or a .toml file.
+        devices: how many.
+        batch: sequences in one optimizer step.
+        tokens: training budget for days and price.
+        max_risk: highest accepted probability of running out of memory.
+        count: layouts to simulate.
+        choose: which of them to explain and keep, from 1.
+        engine: what would run them; default: the site's.
+        calibration: default: what published runs tell about the site.
+        only: as in `search`.
+
+    Raises:
+        ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.
+    """
+    spec = ModelSpec.load(model)
+    if tokens is not None and tokens < batch * spec.sequence_length:
+        raise ConfigError(f"tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
+    place = Site.load(site)
+    calibration = calibration or published_calibration(place)
+    found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
+    shown = answers(found, count, tokens=tokens)
+    if not 1 <= choose <= len(shown):
+        raise ConfigError(f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}.")
+    return PlanReport(search=found, answers=shown, choice=choose)

@@ -1,0 +1,263 @@
+"""Search: the fastest layout of a model on a machine whose risk of running out of memory is low enough.
+
+All candidates are evaluated, in chunks that stay in a core's cache. What may be trusted about the answer, and what
+would change it, is in `explain.py`.
+"""
+
+import dataclasses
+import html
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.choose.candidates import candidates, single_precision
+from kit.estimate.fit.calibrate import Calibration, calibrate
+from kit.estimate.theory.activations import ENGINE_KERNELS, Kernels
+from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.memory import Memory, memory
+from kit.estimate.theory.out_of_memory import RESERVE, Reserve
+from kit.estimate.theory.step_time import step_time
+from kit.plan import EngineName, Plan
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kit.estimate.theory.step_time import StepTime
+
+CHUNK = 8192
+"""Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's cache."""
+
+COLUMNS = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
+"""Short names of what `cells` returns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What layouts are evaluated on: a site's numbers, and fitted ones."""
+
+    site: Site
+    hardware: Hardware
+    calibration: Calibration
+    kernels: Kernels
+    reserve: Reserve
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Efficiencies and latencies that step times are computed with."""
+        return self.calibration.coefficients
+
+    def step_time(self, layouts: Layouts) -> "StepTime":
+        """Returns modelled step times."""
+        return step_time(layouts, self.hardware, self.coefficients)
+
+    def memory(self, layouts: Layouts) -> Memory:
+        """Returns modelled bytes per device."""
+        return memory(layouts, kernels=self.kernels, reserve=self.reserve)
+
+    def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
+        """Returns (step time in seconds, used bytes of the heaviest device) of each layout, float32."""
+        layouts, count = single_precision(layouts), len(layouts)
+        time_s, used_bytes = np.empty(count, np.float32), np.empty(count, np.float32)
+        for start in range(0, count, CHUNK):
+            rows = slice(start, start + CHUNK)
+            chunk = layouts.select(rows)
+            time_s[rows] = self.step_time(chunk).total_s
+            used_bytes[rows] = self.memory(chunk).used_bytes
+        return time_s, used_bytes
+
+    def most_bytes(self, max_risk: float) -> float:
+        """Returns the used bytes at which the probability of running out is `max_risk`."""
+        odds = max_risk / (1 - max_risk)
+        return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """All layouts of a model, device count and batch on a machine, with time and memory of each."""
+
+    spec: ModelSpec
+    machine: Machine
+    num_devices: int
+    global_batch_size: int
+    max_risk: float
+    engine: EngineName
+    layouts: Layouts
+    step_time_s: Array
+    used_bytes: Array
+
+    @cached_property
+    def feasible(self) -> Array:
+        """Which layouts run out of memory with a probability of at most `max_risk`, bool."""
+        return self.used_bytes <= self.machine.most_bytes(self.max_risk)
+
+    @cached_property
+    def order(self) -> Array:
+        """Indices of the feasible layouts, fastest first; equally fast ones by memory."""
+        rows = np.flatnonzero(self.feasible)
+        return rows[np.lexsort((self.used_bytes[rows], self.step_time_s[rows]))]
+
+    @cached_property
+    def pareto(self) -> Array:
+        """Indices of the layouts that no other beats in both time and memory, fastest first, feasible or not."""
+        rows = np.lexsort((self.used_bytes, self.step_time_s))
+        used = self.used_bytes[rows]
+        least_before = np.minimum.accumulate(np.concatenate(([np.inf], used[:-1])))
+        return rows[used < least_before]
+
+    @property
+    def best(self) -> Plan:
+        """The fastest feasible layout, as the engine takes it."""
+        return self.plan(int(self.order[0]))
+
+    def fastest(self, count: int) -> Array:
+        """Returns indices of the fastest feasible layouts, leaving out what equals another in time and memory.
+
+        Under a pipeline ZeRO 2 is ZeRO 1, for example.
+        """
+        rows = self.order[: 20 * count]
+        change = (np.diff(self.step_time_s[rows]) != 0) | (np.diff(self.used_bytes[rows]) != 0)
+        return rows[np.concatenate(([True], change))][:count]
+
+    def plan(self, index: int) -> Plan:
+        """Returns one layout as a Plan for the engine."""
+        return self.layouts.plan(index, self.engine)
+
+    def risk(self, index: int) -> float:
+        """Returns the probability, 0 to 1, that one layout runs out of memory."""
+        capacity = float(self.machine.hardware.memory_bytes)
+        return float(self.machine.reserve.out_of_memory_probability(self.used_bytes[index].astype(float), capacity))
+
+    def mfu(self, index: int) -> float:
+        """Returns the modelled MFU of one layout, 0 to 1."""
+        tokens = self.global_batch_size * self.spec.sequence_length
+        peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
+        return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Returns one layout as a row of a table: the plan's fields, seconds with interval, bytes, risk, MFU."""
+        plan = self.plan(index).to_dict()
+        for name in ("compile", "precision", "global_batch_size"):
+            del plan[name]
+        predicted = self.machine.calibration.predict(self.layouts.select(np.array([index])), self.machine.hardware)
+        return plan | {
+            "step_time_s": float(self.step_time_s[index]),
+            "step_time_low_s": float(predicted.low_s.item()),
+            "step_time_high_s": float(predicted.high_s.item()),
+            "used_bytes": float(self.used_bytes[index]),
+            "out_of_memory_probability": self.risk(index),
+            "mfu": self.mfu(index),
+        }
+
+    def rows(self, count: int = 10) -> list[dict[str, Any]]:
+        """Returns the fastest feasible layouts as rows."""
+        return [self.row(int(index)) for index in self.fastest(count)]
+
+    @property
+    def title(self) -> str:
+        """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
+        return (
+            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name} with engine {self.engine}, "
+            f"{self.global_batch_size} sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk "
+            f"{self.max_risk:.0%}; {self.machine.calibration.label}"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = (COLUMNS, *(cells(row) for row in self.rows(5)))
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        return f"<table><caption>{html.escape(self.title)}</caption>{body}</table>"
+
+
+def search(
+    spec: ModelSpec,
+    site: Site,
+    num_devices: int,
+    global_batch_size: int,
+    *,
+    max_risk: float = 0.05,
+    engine: EngineName | None = None,
+    calibration: Calibration | None = None,
+    kernels: Kernels | None = None,
+    reserve: Reserve = RESERVE,
+    only: Mapping[str, Iterable[Any]] | None = None,
+    **layout_kernels: Any,
+) -> Search:
+    """Returns every layout that the engine trains, with modelled time and memory, and the fastest that fits.
+
+    Args:
+        spec: the model.
+        site: the machine.
+        num_devices: all are used.
+        global_batch_size: sequences in one optimizer step.
+        max_risk: highest accepted probability of running out of memory, between 0 and 1.
+        engine: what would run them; default: the site's.
+        calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
+            machines.
+        kernels: what the code base keeps for the backward pass; default: the engine's.
+        reserve: memory that is not modelled.
+        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`.
+        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, as in `Layouts.of`.
+
+    Raises:
+        ConfigError: the site lacks a number, no layout fits devices and batch, or none fits in memory.
+    """
+    if not 0 < max_risk < 1:
+        raise ConfigError(
+            f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1, e.g. 0.05."
+        )
+    hardware = Hardware.of(site, "bf16")
+    calibration = calibration or calibrate([], site, hardware=hardware)
+    engine = engine or site.engine
+    kernels = kernels or ENGINE_KERNELS[engine]
+    machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=reserve)
+    layouts = candidates(spec, num_devices, global_batch_size, engine=engine, only=only, **layout_kernels)
+    time_s, used_bytes = machine.evaluate(layouts)
+    found = Search(
+        spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,
+        engine=engine, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
+    )  # fmt: skip
+    if not found.feasible.any():
+        least = int(used_bytes.argmin())
+        raise ConfigError(
+            f"plan: no layout of {spec.name} on {num_devices} devices of {site.name} fits in memory with a risk of at "
+            f"most {max_risk:.0%}. The leanest needs {used_bytes[least] / 1e9:.1f} GB of "
+            f"{float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device ({describe(found.row(least))}). Use more "
+            f"devices, a smaller model or sequence length, or accept more risk."
+        )
+    return found
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`."""
+    sequence = "+SP" if row["sequence_parallel"] else ""
+    virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
+    pipeline = f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}" if row["pipeline_parallel"] > 1 else "PP1"
+    return (
+        f"TP{row['tensor_parallel']}{sequence} {pipeline} DP{row['data_parallel']} ZeRO{row['zero_stage']} "
+        f"micro {row['micro_batch_size']} recompute {row['recompute']}"
+    )
+
+
+def seconds(value: float, digits: int = 4) -> str:
+    """Returns a time as people read it: `9.944`, `1,074`."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+
+
+def interval(row: Mapping[str, Any]) -> str:
+    """Returns the 90 % interval of one layout's step time: `8.61 to 11.5`."""
+    return f"{seconds(row['step_time_low_s'], 3)} to {seconds(row['step_time_high_s'], 3)}"
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns one row as short text, in the order of `COLUMNS`."""
+    return (
+        describe(row),
+        seconds(row["step_time_s"]),
+        interval(row),
+        f"{row['used_bytes'] / 1e9:.1f}",
+        f"{row['out_of_memory_probability']:.1%}",
+        f"{row['mfu']:.1%}",
+    )

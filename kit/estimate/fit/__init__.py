@@ -1,0 +1,1 @@
+"""The equations fitted to measured and published runs."""

@@ -1,0 +1,251 @@
+"""Calibration: coefficients of one machine from any of its runs, an interval, and which runs to do next. No torch."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cluster.record import ConfigError, html_table
+from cluster.site import Site
+from kit.estimate.fit import fitting, interval, published
+from kit.estimate.fit.fitting import Prior, Rows
+from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
+from kit.estimate.fit.measured_rows import hardware_on as hardware_on
+from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.step_time import StepTime, model_flops_per_token, step_time
+
+UNIDENTIFIED = 0.9
+"""Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
+RUN_NOISE = 0.05
+"""ln-scale of a calibration run's own error when runs are proposed."""
+SLOW_NOISE = 0.1
+"""More of it per ln of how far a layout stays below the best MFU: slow runs obey no formula well."""
+LOCAL_SPREAD = 2.0
+"""How much wider the prior is on a site that is no cluster: the population has none."""
+LOCAL = {
+    "gemm_efficiency": (0.6, 0.4), "collective_launch_s": (2e-3, 1.0), "node_latency_s": (5e-4, 1.0),
+    "step_s": (2e-2, 1.5),
+}  # fmt: skip
+"""Mean and ln-spread where its mean differs too: processes of one machine that talk through gloo and Python."""
+LOCAL_MISFIT = 0.12
+"""ln-scale of what is left over there: processes share cores, caches and whatever else the machine does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Step times with a 90 % interval, and what makes them doubtful."""
+
+    step_time: StepTime
+    low_s: Array
+    high_s: Array
+    warnings: tuple[str, ...]
+
+    @property
+    def total_s(self) -> Array:
+        """Seconds per step, centre of the interval."""
+        return self.step_time.total_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What runs told about a machine."""
+
+    coefficients: Coefficients
+    covariance: Array
+    """Of ln coefficients, [NAMES, NAMES]."""
+    unidentified: tuple[str, ...]
+    """Coefficients that the runs could not tell: they are the population's."""
+    num_runs: int
+    error: float
+    """Mean absolute relative error on the runs themselves; NaN without any."""
+    hardware: Hardware
+    measured: interval.MeasuredRange | None
+    """Of the runs; none without any."""
+    misfit: float = interval.MISFIT
+    """ln-scale of what the formula gets wrong on this machine."""
+
+    def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
+        """Returns step times of layouts with an interval, and warnings for those unlike any calibrated run.
+
+        Args:
+            layouts: any number.
+            hardware: default: of the calibrated machine.
+        """
+        hardware = hardware or self.hardware
+        centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance, self.misfit)
+        half = interval.QUANTILE * deviation
+        if self.measured is None:
+            warnings = ("no run of this machine was measured: efficiencies are the average of published machines.",)
+        else:
+            warnings = self.measured.warnings(layouts)
+        return Prediction(
+            step_time=step_time(layouts, hardware, self.coefficients), low_s=np.exp(centre - half),
+            high_s=np.exp(centre + half), warnings=warnings,
+        )  # fmt: skip
+
+    def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
+        """Returns step times under draws of the coefficients from their posterior, seconds, [count, layouts].
+
+        A ratio of two columns has its interval from these: what both layouts have in common cancels. The formula's own
+        misfit is not in them.
+        """
+        values = np.random.default_rng(seed).multivariate_normal(
+            self._values, self.covariance, size=count, method="svd"
+        )
+        return np.exp(fitting.log_time(layouts, self.hardware, np.clip(values, fitting.LOW, fitting.HIGH)))
+
+    def propose(self, candidates: Layouts, count: int, hardware: Hardware | None = None) -> list[int]:
+        """Returns the indices of the `count` candidates whose runs would narrow the predictions of all of them most.
+
+        Raises:
+            ConfigError: more are asked for than there are candidates.
+        """
+        return propose(candidates, hardware or self.hardware, self._values, self.covariance, count)
+
+    @property
+    def label(self) -> str:
+        """Whether times are calibrated, in three words."""
+        return f"calibrated on {self.num_runs} runs" if self.num_runs else "not calibrated"
+
+    def __str__(self) -> str:
+        if not self.num_runs:
+            return f"{self.label}: efficiencies are the average of published machines"
+        return f"{self.label}, {self.error:.1%} mean error on them"
+
+    @property
+    def _values(self) -> Array:
+        return np.log([getattr(self.coefficients, name) for name in NAMES])
+
+    def _repr_html_(self) -> str:
+        deviation = np.sqrt(np.diag(self.covariance))
+        rows: list[tuple[str, Any]] = [("times", str(self))]
+        for i, name in enumerate(NAMES):
+            told = "" if name not in self.unidentified else " (not told by the runs)"
+            rows.append((name, f"{getattr(self.coefficients, name):.3g} ± {deviation[i]:.0%}{told}"))
+        return html_table("Calibration", rows)
+
+
+def calibrate(
+    runs: Sequence[AnyRun],
+    site: Site | None = None,
+    *,
+    hardware: Hardware | None = None,
+    prior: Prior | None = None,
+) -> Calibration:
+    """Returns the coefficients of the machine that the runs were made on.
+
+    Args:
+        runs: published runs, run directories of the kit, or both; none gives the population's average.
+        site: the machine; default: that of the runs.
+        hardware: its numbers; default: of the site.
+        prior: default: the population of published machines, wider for a local site.
+
+    Raises:
+        ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
+    """
+    site = site or site_of(runs)
+    if prior is None:
+        prior = Prior.default()
+        if site is not None and site.scheduler == "local":
+            prior = _local(prior)
+    if not runs:
+        if hardware is None and site is None:
+            raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
+        rows = None
+        found = fitting.prior_only(prior)
+    else:
+        rows = rows_of_any(runs, site, hardware)
+        found = fitting.fit(rows, prior)
+    if hardware is None and rows is not None:
+        hardware = rows.hardware.select(0)
+    elif hardware is None:
+        assert site is not None
+        hardware = Hardware.of(site)
+    calibration = from_fit(found, prior, rows, hardware)
+    is_local = site is not None and site.scheduler == "local"
+    return dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT)) if is_local else calibration
+
+
+def _local(prior: Prior) -> Prior:
+    mean, spread = prior.mean.copy(), prior.spread * LOCAL_SPREAD
+    for i, name in enumerate(NAMES):
+        if name in LOCAL:
+            mean[i], spread[i] = np.log(LOCAL[name][0]), LOCAL[name][1]
+    return Prior(mean=mean, spread=spread)
+
+
+def published_calibration(site: Site) -> Calibration:
+    """Returns what published runs tell about a site: the fit of its own, or the population's average if it has none.
+
+    A site file laid over a packaged site has that one's runs as its own as long as the device is the same: they are
+    fitted with the numbers of the machine that they ran on, and predict with those of `site`. Second-hand numbers, rows
+    that were put right by hand, and formats narrower than bf16 are left out.
+
+    Raises:
+        ConfigError: the site lacks a number that step time needs.
+    """
+    hardware = Hardware.of(site)
+    runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
+    machine = _packaged(site.base or site.name)
+    while machine is not None and machine.device.name == site.device.name:
+        own = [run for run in runs if run.precision not in NARROW and (at := run.site()) and at.name == machine.name]
+        if own:
+            return dataclasses.replace(calibrate(own, machine), hardware=hardware)
+        machine = _packaged(machine.base)
+    return calibrate([], site, hardware=hardware)
+
+
+def _packaged(name: str | None) -> Site | None:
+    return Site.load(name) if name in Site.names() else None  # a site.json may come from a stranger
+
+
+def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware) -> Calibration:
+    """Returns the calibration that a fit amounts to."""
+    deviation = np.sqrt(np.diag(found.covariance))
+    told = deviation < UNIDENTIFIED * prior.spread
+    error, measured, misfit = float("nan"), None, interval.MISFIT
+    if rows is not None:
+        off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.seconds)
+        error = float(np.mean(np.abs(np.expm1(off))))
+        measured = interval.MeasuredRange.of(rows.layouts)
+        misfit = max(misfit, float(np.quantile(np.abs(off), 0.9)) / interval.QUANTILE)  # it holds 90 % of its own runs
+    return Calibration(
+        coefficients=found.coefficients, covariance=found.covariance, error=error, hardware=hardware, measured=measured,
+        misfit=misfit,
+        unidentified=tuple(name for name, each in zip(NAMES, told, strict=True) if not each),
+        num_runs=0 if rows is None else len(rows),
+    )  # fmt: skip
+
+
+def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int) -> list[int]:
+    """Returns indices of candidates, one after the other that which lowers the summed predictive variance most.
+
+    Args:
+        candidates: layouts that could be run.
+        hardware: of the machine, or of each candidate.
+        values: ln coefficients believed now.
+        covariance: of them.
+        count: how many to return.
+
+    Raises:
+        ConfigError: more are asked for than there are candidates.
+    """
+    if not 0 <= count <= len(candidates):
+        raise ConfigError(f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer.")
+    x = candidates
+    centre, slopes = fitting.sensitivity(x, hardware, np.clip(values, fitting.LOW, fitting.HIGH))
+    flops = x.global_batch_size * x.sequence_length * model_flops_per_token(x) / x.num_devices
+    speed = np.log(flops / hardware.matmul_flops_per_s) - centre
+    noise = (RUN_NOISE + SLOW_NOISE * (speed.max() - speed)) ** 2
+    chosen: list[int] = []
+    for _ in range(count):
+        carried = slopes @ covariance
+        gain = ((carried @ slopes.T) ** 2).sum(0) / (np.einsum("ij,ij->i", carried, slopes) + noise)
+        gain[chosen] = -1
+        best = int(np.argmax(gain))
+        chosen.append(best)
+        row = carried[best]
+        covariance = covariance - np.outer(row, row) / (row @ slopes[best] + noise[best])
+    return chosen

@@ -1,0 +1,208 @@
+"""Maximum a posteriori fits of step-time coefficients, and the population of machines that gives them their prior.
+
+Coefficients are fitted as logarithms, each with a normal prior, inside its bounds. Residuals are ln(predicted /
+measured) with Student-t tails, since some published runs were disturbed; many rows of one machine count as no more than
+`MAX_ROWS`, since their misfits are not independent. NumPy only.
+"""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from kit.estimate.theory.hardware import BOUNDS, GUESS, NAMES, SPREAD, Coefficients, Hardware
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.step_time import step_time
+
+NOISE = 0.04
+"""ln-scale of what a fitted model leaves over: same layout, same machine, measured twice differs by 3 to 5 %."""
+TAIL = 5.0
+"""Degrees of freedom of the Student-t distribution."""
+MAX_ROWS = 100.0
+STACK_SPREAD = 0.15
+"""ln-spread of the factors of software stacks on one machine."""
+LOW = np.log([BOUNDS[name][0] for name in NAMES])
+HIGH = np.log([BOUNDS[name][1] for name in NAMES])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Measured step times: layouts, the machine of each, and which software stack it ran."""
+
+    layouts: Layouts
+    hardware: Hardware
+    seconds: Array
+    stack: Array
+    """Whole numbers from 0."""
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def select(self, rows: Array) -> Self:
+        """Returns some of the rows, by index or mask."""
+        names = [field.name for field in dataclasses.fields(Layouts)]
+        layouts = Layouts(**{name: np.broadcast_to(getattr(self.layouts, name), len(self))[rows] for name in names})
+        return type(self)(
+            layouts=layouts, hardware=self.hardware.select(rows), seconds=self.seconds[rows], stack=self.stack[rows]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prior:
+    """Mean and spread of ln of each coefficient, in the order of NAMES."""
+
+    mean: Array
+    spread: Array
+
+    @classmethod
+    def default(cls) -> Self:
+        """Returns the population that ships with Coefficients."""
+        defaults = Coefficients()
+        return cls(
+            mean=np.log([getattr(defaults, name) for name in NAMES]), spread=np.array([SPREAD[n] for n in NAMES])
+        )
+
+    @classmethod
+    def guess(cls) -> Self:
+        """Returns what is believed before any machine was looked at."""
+        return cls(mean=np.log([GUESS[name][0] for name in NAMES]), spread=np.array([GUESS[name][1] for name in NAMES]))
+
+    def only(self, names: Sequence[str]) -> Self:
+        """Returns the same with every coefficient but `names` held at its mean."""
+        return type(self)(mean=self.mean, spread=np.where(np.isin(NAMES, names), self.spread, 0.0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Where the posterior of ln coefficients is highest, and its covariance there."""
+
+    values: Array
+    """ln of the coefficients, in the order of NAMES."""
+    covariance: Array
+    stack_factors: Array
+    """ln, one per stack."""
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """The fitted coefficients, without stack factors."""
+        values = np.clip(
+            np.exp(self.values), *np.array([BOUNDS[name] for name in NAMES]).T
+        )  # a bound, not 1e-16 beyond
+        return Coefficients(**dict(zip(NAMES, values.tolist(), strict=True)))
+
+
+def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
+    """Returns ln of modelled seconds.
+
+    Args:
+        layouts: N of them.
+        hardware: of one machine, or of N.
+        values: ln coefficients, [..., NAMES]; leading axes come before N in the result.
+    """
+    columns = {name: np.exp(values[..., i, None]) for i, name in enumerate(NAMES)}
+    return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
+
+
+def sensitivity(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Array, Array]:
+    """Returns (ln seconds [N], its derivatives by ln coefficient [N, NAMES])."""
+    step = np.where(values + 1e-4 <= HIGH, 1e-4, -1e-4)
+    all_values = np.concatenate([values[None], values + np.diag(step)])
+    times = log_time(layouts, hardware, all_values)
+    times = np.broadcast_to(times, (len(NAMES) + 1, *layouts.shape))
+    return times[0], ((times[1:] - times[0]) / step[:, None]).T
+
+
+def fit(rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15) -> Fit:
+    """Returns the coefficients that rows and prior together make most likely (Levenberg-Marquardt).
+
+    Args:
+        rows: measured; none gives the prior back.
+        prior: a spread of 0 keeps a coefficient at its mean.
+        start: ln coefficients to begin from; default: the prior's mean.
+        stacks: fit a factor for each software stack beside the common one.
+        steps: at most.
+    """
+    size = len(NAMES)
+    count = int(rows.stack.max()) + 1 if stacks and len(rows) else 0
+    one_hot = (rows.stack[:, None] == np.arange(count)).astype(float)
+    mean = np.concatenate([prior.mean, np.zeros(count)])
+    spread = np.concatenate([np.maximum(prior.spread, 1e-6), np.full(count, STACK_SPREAD)])
+    low, high = (np.concatenate([bound, np.full(count, sign)]) for bound, sign in ((LOW, -1.0), (HIGH, 1.0)))
+    weight = min(1.0, MAX_ROWS / max(1, len(rows)))
+    measured = np.log(rows.seconds)
+
+    def evaluate(values: Array) -> tuple[float, Array, Array]:
+        times, slopes = sensitivity(rows.layouts, rows.hardware, values[:size])
+        error = (times + one_hot @ values[size:] - measured) / NOISE
+        loss = weight * (TAIL + 1) * np.log1p(error**2 / TAIL).sum() + (((values - mean) / spread) ** 2).sum()
+        return loss, error, np.concatenate([slopes, one_hot], axis=1) / NOISE
+
+    values = np.clip(mean if start is None else np.concatenate([start, np.zeros(count)]), low, high)
+    if not len(rows):
+        return prior_only(prior)
+    loss, error, slopes = evaluate(values)
+    damping = 1e-2
+    for _ in range(steps):
+        curvature, gradient = _normal_equations(error, slopes, weight, values, mean, spread)
+        free = ~(((values <= low) & (gradient > 0)) | ((values >= high) & (gradient < 0)))
+        improved = None
+        for _ in range(8):
+            damped = curvature + damping * np.diag(np.diag(curvature))
+            move = np.zeros_like(values)
+            move[free] = np.linalg.solve(damped[np.ix_(free, free)], gradient[free])
+            trial = np.clip(values - move, low, high)
+            improved = evaluate(trial)
+            if improved[0] < loss:
+                break
+            damping, improved = damping * 6, None
+        if improved is None:
+            break
+        done = loss - improved[0] < 1e-4 * loss
+        values, (loss, error, slopes), damping = trial, improved, max(damping / 5, 1e-6)
+        if done:
+            break
+    curvature, _ = _normal_equations(error, slopes, weight, values, mean, spread)
+    covariance = np.linalg.inv(curvature)
+    return Fit(values=values[:size], covariance=covariance[:size, :size], stack_factors=values[size:])
+
+
+def prior_only(prior: Prior) -> Fit:
+    """Returns what is believed without any run."""
+    return Fit(values=prior.mean, covariance=np.diag(prior.spread**2), stack_factors=np.zeros(0))
+
+
+def population(machines: Sequence[Rows], *, hyper: Prior | None = None, rounds: int = 3) -> Prior:
+    """Returns mean and spread of the coefficients among machines (empirical Bayes).
+
+    Each round fits every machine with the present prior, then takes mean and spread of the fits, each weighted by how
+    well its rows tell the coefficient. `hyper` counts as one more machine for the mean and two for the spread.
+
+    Args:
+        machines: rows of each.
+        hyper: where to begin; default: `Prior.guess()`.
+        rounds: of the two steps.
+    """
+    hyper = hyper or Prior.guess()
+    prior, fits = hyper, [None] * len(machines)
+    for _ in range(rounds):
+        fits = [
+            fit(rows, prior, start=old.values if old else None, steps=8)
+            for rows, old in zip(machines, fits, strict=True)
+        ]
+        values = np.array([each.values for each in fits])
+        variance = np.array([np.diag(each.covariance) for each in fits])
+        weights = 1 / (variance + prior.spread**2)
+        own = 1 / hyper.spread**2
+        mean = ((weights * values).sum(0) + own * hyper.mean) / (weights.sum(0) + own)
+        spread = np.sqrt((2 * hyper.spread**2 + ((values - mean) ** 2 + variance).sum(0)) / (2 + len(machines)))
+        prior = Prior(mean=mean, spread=spread)
+    return prior
+
+
+def _normal_equations(error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array) -> tuple:
+    """Returns (curvature, gradient) of half the loss, with Student-t weights."""
+    weights = weight * (TAIL + 1) / (TAIL + error**2)
+    curvature = slopes.T @ (slopes * weights[:, None]) + np.diag(1 / spread**2)
+    return curvature, slopes.T @ (weights * error) + (values - mean) / spread**2

@@ -1,0 +1,155 @@
+"""Measured runs as rows that a fit takes: published ones, and run directories of the kit. No torch."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cluster.record import ConfigError
+from cluster.site import Site
+from kit.estimate.fit import published
+from kit.estimate.fit.fitting import Rows
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.hardware import NARROW, Hardware
+from kit.estimate.theory.layouts import Layouts
+from kit.run import Run
+
+AnyRun = PublishedRun | Run | str | os.PathLike[str]
+"""A published run, or a run of the kit by its directory."""
+WARM_UP = 2
+"""Steps at the start of an attempt whose times are left out."""
+CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
+"""Orders of magnitude of one CPU core, for a local site whose numbers nobody measured."""
+
+
+def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
+    """Returns published runs and run directories of the kit as rows.
+
+    Args:
+        runs: of either kind, at least one.
+        site: the machine; none: that of each run.
+        hardware: its numbers; none: of the site.
+
+    Raises:
+        ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
+    """
+    return _concatenate([_rows(run, site, hardware) for run in runs])
+
+
+def rows_of(runs: Sequence[PublishedRun]) -> Rows:
+    """Returns published runs as rows, each with the hardware of its own site or a guess from its peak.
+
+    Raises:
+        ConfigError: a run was not measured, or neither its site nor its peak is known.
+    """
+    cache: dict[tuple, Hardware] = {}
+    for run in runs:
+        key = (run.system, run.device, run.precision, run.peak_flops_per_s)
+        if key not in cache:
+            cache[key] = hardware_of(run)
+    machines = [cache[run.system, run.device, run.precision, run.peak_flops_per_s] for run in runs]
+    stacks = sorted({run.stack for run in runs})
+    return Rows(
+        layouts=published.layouts(runs), hardware=Hardware.stack(machines), seconds=published.step_times(runs),
+        stack=np.array([stacks.index(run.stack) for run in runs]),
+    )  # fmt: skip
+
+
+def hardware_of(run: PublishedRun) -> Hardware:
+    """Returns the numbers of a published run's machine: its site's, else a guess in proportion to its peak.
+
+    Raises:
+        ConfigError: neither is known.
+    """
+    site = run.site()
+    if site is not None:
+        return Hardware.of(site, run.precision if run.precision in NARROW else "bf16")
+    if run.peak_flops_per_s is None:
+        raise ConfigError(f"run of {run.system}: {run.device} has no site file and no peak. Fill peak_tflops_bf16.")
+    return Hardware.like(run.peak_flops_per_s)
+
+
+def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
+    """Returns the numbers of a site; on a local one each layout's processes share the cores.
+
+    A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets those of `CORE`.
+
+    Args:
+        site: the machine.
+        layouts: that will run there.
+        dtype: of matrix products.
+
+    Raises:
+        ConfigError: a cluster's site lacks a number.
+    """
+    if site.scheduler != "local":
+        return Hardware.of(site, dtype)
+    peak = site.peak_flops_per_s(dtype) or site.peak_flops_per_s("fp32") or CORE["peak"]
+    memory, tiers = site.device.memory_bytes_per_s, site.links.intra_node
+    share = np.minimum(1.0, site.devices_per_node / layouts.num_devices)
+    link = (tiers[0].bytes_per_s.value if tiers else CORE["link_bytes_per_s"]) * share
+    rate = (memory.value if memory else CORE["memory_bytes_per_s"]) * share
+    most = float(np.max(layouts.num_devices))
+    return Hardware(
+        peak_flops_per_s=peak * share, attention_flops_per_s=peak * share, matmul_flops_per_s=peak * share,
+        memory_bytes=site.device.memory_bytes.value if site.device.memory_bytes else float("nan"),
+        memory_bytes_per_s=rate, near_devices=most, near_bytes_per_s=link, node_devices=most, node_bytes_per_s=link,
+        full_devices=1.0, network_bytes_per_s=link * most, price_per_device_hour=float("nan"),
+    )  # fmt: skip
+
+
+def site_of(runs: Sequence[AnyRun]) -> Site | None:
+    """Returns the site of the first run directory; None where there is none, or a published run, which has its own."""
+    for run in runs:
+        if isinstance(run, PublishedRun):
+            return None
+        return (run if isinstance(run, Run) else Run.open(Path(run))).site
+    return None
+
+
+def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
+    if isinstance(run, PublishedRun):
+        rows = rows_of([run])
+        machine = hardware or (Hardware.of(site) if site is not None else None)
+        return rows if machine is None else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
+    run = run if isinstance(run, Run) else Run.open(Path(run))
+    metrics, plans = run.metrics(), run.plans()
+    times, layouts, machines = [], [], []
+    for attempt, plan in plans.items():
+        steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
+        if len(steps):
+            times.append(float(np.median(steps)))
+            layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
+            machines.append(hardware or hardware_on(site or run.site, layouts[-1], plan.precision))
+    if not times:
+        raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
+    return Rows(
+        layouts=_stack_layouts(layouts), hardware=_stack_hardware(machines, [1] * len(machines)),
+        seconds=np.array(times), stack=np.zeros(len(times), int),
+    )  # fmt: skip
+
+
+def _stack_layouts(parts: Sequence[Layouts]) -> Layouts:
+    names = [field.name for field in dataclasses.fields(Layouts)]
+    return Layouts(
+        **{name: np.concatenate([np.broadcast_to(getattr(part, name), part.shape) for part in parts]) for name in names}
+    )
+
+
+def _stack_hardware(parts: Sequence[Hardware], sizes: Sequence[int]) -> Hardware:
+    columns = {}
+    for field in dataclasses.fields(Hardware):
+        values = [np.broadcast_to(getattr(part, field.name), size) for part, size in zip(parts, sizes, strict=True)]
+        columns[field.name] = np.concatenate(values)
+    return Hardware(**columns)
+
+
+def _concatenate(parts: Sequence[Rows]) -> Rows:
+    return Rows(
+        layouts=_stack_layouts([part.layouts for part in parts]),
+        hardware=_stack_hardware([part.hardware for part in parts], [len(part) for part in parts]),
+        seconds=np.concatenate([part.seconds for part in parts]),
+        stack=np.concatenate([part.stack for part in parts]),
+    )  # fmt: skip

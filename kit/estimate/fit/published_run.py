@@ -1,0 +1,129 @@
+"""PublishedRun: one measured or out-of-memory run that somebody published, and the machine it ran on. No torch."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from cluster.record import field_doc
+from cluster.site import Site
+from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
+from kit.spec import FlopBasis, ModelSpec
+
+
+class Basis(enum.Enum):
+    """What the FLOP/s of a row count."""
+
+    MODEL = "model"
+    """Model FLOPs: `FlopBasis.MODEL`."""
+    HARDWARE = "hw"
+    """Recomputation counted: `FlopBasis.MEGATRON_RECOMPUTE`."""
+    NEOX = "neox"
+    """6 N + 60 L h s per token: attention counted five times over."""
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """One published run: a model, a layout, and how long a step took, or that it ran out of memory."""
+
+    source: str = field_doc("paper, repository or log")
+    system: str = field_doc("the machine, as the source calls it")
+    device: str = field_doc("accelerator, one per rank")
+    stack: str = field_doc("software and machine that share one factor", default="")
+    kind: Literal["measured", "oom"] = field_doc("a step time, or an out-of-memory label", default="measured")
+    status: str = field_doc("read, mixed, derived, recalled or secondary", default="read")
+    basis: Basis = field_doc("what published FLOP/s count", default=Basis.UNKNOWN)
+    precision: str = field_doc("of the matrix products", default="bf16")
+    peak_flops_per_s: float | None = field_doc("of one device in bf16, as the source has it", default=None)
+    spec: ModelSpec = field_doc("shapes")
+    tensor_parallel: int = field_doc("devices that share each matrix", default=1)
+    pipeline_parallel: int = field_doc("devices that share the layers", default=1)
+    virtual_stages: int = field_doc("stages on each pipeline device", default=1)
+    context_parallel: int = field_doc("devices that share a sequence", default=1)
+    data_parallel: int = field_doc("replicas", default=1)
+    zero_stage: int = field_doc("0 to 3", default=0)
+    sequence_parallel: bool = field_doc("norms sharded over tensor_parallel", default=False)
+    micro_batch_size: int = field_doc("sequences", default=1)
+    global_batch_size: int = field_doc("sequences", default=1)
+    recompute: Literal["none", "selective", "full"] = field_doc("in the backward pass", default="none")
+    flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
+    fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
+    fused_softmax: bool = field_doc("mask and softmax in one kernel, where scores are written out", default=True)
+    overlap: bool = field_doc("collectives run beside computation", default=False)
+    gradient_bytes: int = field_doc("of one reduced gradient", default=2)
+    step_time_s: float | None = field_doc("seconds per iteration; none for out of memory", default=None)
+    memory_bytes: float | None = field_doc("most allocated on a device, where the source says", default=None)
+    assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
+    note: str = field_doc("what the source says besides", default="")
+
+    @property
+    def num_devices(self) -> int:
+        """TP x PP x CP x DP."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_batch_size * self.spec.sequence_length
+
+    def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
+        """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory row."""
+        if self.step_time_s is None:
+            return None
+        return self.tokens_per_step * self.spec.flops_per_token(basis) / (self.step_time_s * self.num_devices)
+
+    def layouts(self) -> Layouts:
+        """Returns the run as Layouts of length one."""
+        return layouts([self])
+
+    def site(self) -> Site | None:
+        """Returns the packaged site of the run's machine, else of its kind of device, else None."""
+        return _site(self.source, self.system, self.device)
+
+
+def layouts(runs: Sequence[PublishedRun]) -> Layouts:
+    """Returns the runs as Layouts, one element per run."""
+    columns: dict[str, np.ndarray] = {}
+    for field in dataclasses.fields(Layouts):
+        values = [_layout_value(run, field.name) for run in runs]
+        kind = bool if isinstance(values[0], bool) else np.int8 if field.name in ("recompute", "schedule") else float
+        columns[field.name] = np.array(values, dtype=kind)
+    return Layouts(**columns)
+
+
+def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
+    """Returns measured seconds per step, NaN where there is none."""
+    return np.array([np.nan if run.step_time_s is None else run.step_time_s for run in runs])
+
+
+def _layout_value(run: PublishedRun, name: str) -> float | bool:
+    if name == "recompute":
+        return RECOMPUTE.index(run.recompute)
+    if name == "schedule":
+        return SCHEDULES.index("interleaved" if run.virtual_stages > 1 else "1f1b")
+    return getattr(run, name) if hasattr(run, name) else getattr(run.spec, name)
+
+
+SYSTEMS = {
+    "Selene": "selene", "KAIST A100 cluster": "kaist", "KAIST A100 node": "kaist", "Jean Zay": "jean-zay",
+    "Frontier": "frontier", "LUMI": "lumi", "Aurora": "aurora", "trn1.32xlarge": "trn1.32xlarge",
+    "DGX-H100": "dgx-h100", "Eos-class H100": "dgx-h100", "DGX-GB200": "gb200-nvl72", "DGX-GB300": "gb300-nvl72",
+}  # fmt: skip
+SOURCES = {"Aleph Alpha": "aleph-alpha"}
+DEVICES = (
+    ("A100", "selene"), ("MI250", "frontier"), ("Trainium", "trn1.32xlarge"), ("H100", "dgx-h100"),
+    ("TPUv4", "tpu-v4"), ("H200", "dgx-h100"), ("H800", "dgx-h100"), ("GH200", "dgx-h100"), ("GB200", "gb200-nvl72"),
+    ("B200", "gb200-nvl72"), ("GB300", "gb300-nvl72"), ("B300", "gb300-nvl72"),
+)  # fmt: skip
+
+
+@functools.cache
+def _site(source: str, system: str, device: str) -> Site | None:
+    name = SYSTEMS.get(system) or next((site for prefix, site in SOURCES.items() if source.startswith(prefix)), None)
+    name = name or next((site for prefix, site in DEVICES if device.startswith(prefix)), None)
+    return Site.load(name) if name else None

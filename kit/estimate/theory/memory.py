@@ -1,0 +1,285 @@
+"""Memory of one training step: bytes per device, by term and by pipeline device, for any number of layouts at once.
+
+What a device holds. T = b s / c tokens of a micro-batch on one device; r c ranks share ZeRO's shards; q = t with
+sequence parallelism, else 1 (other letters: layouts.py).
+
+- weights, gradients, optimizer: bytes per parameter of a `Convention`, divided by r c from ZeRO stage 3, 2, 1 on
+  (ZeRO, arXiv 1910.02054, section 5). Under a pipeline gradients stay whole at any stage: engines sum them over all
+  micro-batches and reduce once.
+- activations: what each layer keeps of each micro-batch in flight (`activations.py`), and the messages to the next
+  stage for as long as they may be under way.
+- embedding_logits: what only the first and last stage keep: mask of the embedding's dropout, inputs of the final norm
+  and of the output projection, fp32 logits (Korthikanti et al., arXiv 2205.05198, section 4.3).
+- workspace: one layer made again for its backward pass and its gradients, or the copies of the logits that the loss
+  needs, whichever is larger: the logits are gone when the first layer's backward pass begins. Where the loss is
+  computed in chunks: those of one chunk, the gradient of its input, and where there are several the sum of that of the
+  output projection (fp32).
+- buffers: pipeline messages, gathered weights and whole gradients of ZeRO, key/value blocks of context parallelism.
+- reserve: everything not modelled (`out_of_memory.py`).
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from cluster.record import ConfigError, Record, field_doc
+from kit.estimate.theory.activations import KIT, Kernels, in_flight, layer_activations
+from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
+from kit.estimate.theory.out_of_memory import RESERVE, Reserve
+
+STATE = ("weights", "gradients", "optimizer")
+TERMS = (*STATE, "activations", "embedding_logits", "workspace", "buffers")
+_GPIPE, _ZBV = SCHEDULES.index("gpipe"), SCHEDULES.index("zbv")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convention(Record):
+    """Bytes per parameter: how a paper or a program counts the model state."""
+
+    name: str = field_doc("where it comes from")
+    weights: float = field_doc("bytes of the weights used in matrix products")
+    gradients: float | None = field_doc("bytes of a gradient; none: as each layout says", default=None)
+    optimizer: float = field_doc("bytes of master weights and moments")
+
+
+CONVENTIONS = {
+    # bf16 weight; gradient as the layout says; fp32 master weight and two moments: ZeRO paper, section 3.1.
+    "mixed_precision": Convention(name="mixed-precision Adam, 16 or 18 B", weights=2, optimizer=12),
+    # Frontier paper, arXiv 2312.12705: the parts of its memory table (weight 2 + master copy 4, gradient 4, one
+    # moment 4) add up to 14 ...
+    "frontier_14": Convention(name="Frontier paper, sum of its parts, 14 B", weights=6, gradients=4, optimizer=4),
+    # ... while its text says 24; what the parts leave out is counted as optimizer here.
+    "frontier_24": Convention(name="Frontier paper, as stated, 24 B", weights=6, gradients=4, optimizer=14),
+    # DeepSpeed's BF16_Optimizer keeps each bf16 gradient beside its fp32 sum.
+    "deepspeed_bf16": Convention(name="DeepSpeed BF16_Optimizer, 20 B", weights=2, gradients=6, optimizer=12),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes by term of one pipeline device for each layout, or of each pipeline device of one layout."""
+
+    params: Array
+    """Weights that the device holds, sharing among replicas aside."""
+    bytes_per_param: dict[str, Array]
+    """Of weights, gradients and optimizer, sharing among replicas included."""
+    activations: Array
+    embedding_logits: Array
+    workspace: Array
+    buffers: Array
+
+    @property
+    def weights(self) -> Array:
+        """Bytes of the weights used in matrix products."""
+        return self.params * self.bytes_per_param["weights"]
+
+    @property
+    def gradients(self) -> Array:
+        """Bytes of accumulated gradients."""
+        return self.params * self.bytes_per_param["gradients"]
+
+    @property
+    def optimizer(self) -> Array:
+        """Bytes of master weights and moments."""
+        return self.params * self.bytes_per_param["optimizer"]
+
+    @property
+    def state(self) -> Array:
+        """Weights, gradients and optimizer: allocated once, before the first step."""
+        return self.params * self.bytes_per_param["state"]
+
+    @property
+    def dynamic(self) -> Array:
+        """The other terms: allocated and freed in every step."""
+        return self.activations + self.embedding_logits + self.workspace + self.buffers
+
+    @property
+    def total(self) -> Array:
+        """Sum of the terms, reserve not included."""
+        return self.state + self.dynamic
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per device of many layouts, on the pipeline devices of which one is the heaviest."""
+
+    first: StageMemory
+    last: StageMemory
+    second: StageMemory | None
+    """Only where some layout has fewer layers on its first and last stage."""
+    reserve: Reserve
+
+    @property
+    def used_bytes(self) -> Array:
+        """Bytes of the heaviest device, reserve included: what a monitor shows."""
+        used = np.maximum(self._used(self.first), self._used(self.last))
+        return used if self.second is None else np.maximum(used, self._used(self.second))
+
+    def out_of_memory_probability(self, device_bytes: float) -> Array:
+        """Returns the probability, 0 to 1, of running out on devices of `device_bytes`."""
+        return self.reserve.out_of_memory_probability(self.used_bytes, device_bytes)
+
+    def terms(self, stage: Literal["first", "last", "heaviest"] = "heaviest") -> dict[str, Array]:
+        """Returns bytes by term, `reserve` last; their sum is what that pipeline device uses."""
+        if stage == "first" or stage == "last":
+            return self._terms(getattr(self, stage))
+        stages = [each for each in (self.first, self.last, self.second) if each is not None]
+        used = np.stack(np.broadcast_arrays(*(self._used(each) for each in stages)))
+        heaviest = used.argmax(axis=0)[None]
+        columns = [self._terms(each) for each in stages]
+        return {
+            name: np.take_along_axis(
+                np.stack([np.broadcast_to(column[name], used.shape[1:]) for column in columns]), heaviest, axis=0
+            )[0]
+            for name in columns[0]
+        }
+
+    def _used(self, stage: StageMemory) -> Array:
+        return self.reserve.used_bytes(stage.state, stage.dynamic)
+
+    def _terms(self, stage: StageMemory) -> dict[str, Array]:
+        return {name: getattr(stage, name) for name in TERMS} | {"reserve": self._used(stage) - stage.total}
+
+
+def memory(
+    layouts: Layouts,
+    *,
+    kernels: Kernels = KIT,
+    convention: Convention = CONVENTIONS["mixed_precision"],
+    reserve: Reserve = RESERVE,
+) -> Memory:
+    """Returns the bytes that each layout needs on its first, last and heaviest pipeline device.
+
+    With equal stages no device holds more than the first or the last: those between have as many layers, no embedding,
+    and no more micro-batches in flight. Layers that do not divide over p are taken as embedding and output each in the
+    place of a layer, where that makes them divide (BLOOM, Llama 3), else rounded up.
+
+    Args:
+        layouts: any number of them.
+        kernels: what the code base keeps; flash attention, fused norms and the width of gradients are in `layouts`.
+        convention: bytes per parameter.
+        reserve: for everything not modelled.
+    """
+    stages = _Stages(layouts, kernels, convention)
+    p, zbv = layouts.pipeline_parallel, layouts.schedule == _ZBV
+    first = stages.memory(0.0, is_first=True, is_last=(p == 1) | zbv)
+    last = stages.memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv)
+    second = stages.memory(1.0, is_first=False, is_last=False) if np.any(stages.balanced) else None
+    return Memory(first=first, last=last, second=second, reserve=reserve)
+
+
+def memory_by_stage(
+    layouts: Layouts,
+    *,
+    layers: Array | None = None,
+    kernels: Kernels = KIT,
+    convention: Convention = CONVENTIONS["mixed_precision"],
+) -> StageMemory:
+    """Returns the bytes on every pipeline device of one layout, arrays of shape (pipeline_parallel,).
+
+    Args:
+        layouts: exactly one.
+        layers: transformer layers on each device, where they are not equal.
+        kernels: as in `memory`.
+        convention: as in `memory`.
+
+    Raises:
+        ConfigError: more than one layout, or `layers` does not have one number per pipeline device.
+    """
+    if len(layouts) != 1:
+        raise ConfigError(f"memory_by_stage: got {len(layouts)} layouts. Select one: layouts.select([i]).")
+    count = int(layouts.pipeline_parallel.item())
+    if layers is not None and np.shape(layers) != (count,):
+        raise ConfigError(f"memory_by_stage.layers: {np.shape(layers)} is not allowed. Give {count} numbers.")
+    index = np.arange(count, dtype=float)
+    is_last = np.where((layouts.schedule == _ZBV) & (count > 1), index == 0, index == count - 1)
+    return _Stages(layouts, kernels, convention).memory(index, is_first=index == 0, is_last=is_last, layers=layers)
+
+
+class _Stages:
+    """What the pipeline devices of a layout have in common, and the memory of each."""
+
+    def __init__(self, layouts: Layouts, kernels: Kernels, convention: Convention) -> None:
+        x = self.layouts = layouts
+        self.kernels, self.layer = kernels, layer_activations(layouts, kernels)
+        self.tokens = x.micro_batch_size * x.sequence_length / x.context_parallel
+        self.piped = x.pipeline_parallel > 1
+        self.plain = 1 - x.gated.astype(x.hidden_size.dtype)  # GPT-style: LayerNorm, biases, learned positions
+        per_stage = np.ceil(x.num_layers / (x.pipeline_parallel * x.virtual_stages))
+        self.layers = per_stage * x.virtual_stages
+        self.balanced = per_stage * x.pipeline_parallel * x.virtual_stages == x.num_layers + 2
+        self.block_params, self.embedding_params, self.head_params = self._params()
+        self.sent, self.messages = self._messages()
+        self.kept_logits, self.loss = self._logits()
+        self.bytes_per_param, self.gathered = self._shares(convention)
+
+    def _params(self) -> tuple[Array, Array, Array]:
+        """Returns the weights of a layer, of what the first device has beside its layers, and of what the last has."""
+        x, h, f, plain = self.layouts, self.layouts.hidden_size, self.layouts.ffn_hidden_size, self.plain
+        kv = h * (x.num_kv_heads / x.num_heads)
+        matrices = h * (2 * h + 2 * kv) + (3 - plain) * h * f + plain * (h + 2 * kv + f)
+        norms, table = (2 + 4 * plain) * h, h * x.vocab_size / x.tensor_parallel
+        has_own_table = self.piped | np.logical_not(x.tied_embeddings)
+        head = table * has_own_table + (1 + plain) * h
+        return matrices / x.tensor_parallel + norms, table + plain * h * x.sequence_length, head
+
+    def _messages(self) -> tuple[Array, Array]:
+        """Returns bytes of what is on its way to the next stage, per token, and of the buffers to send and receive."""
+        x, h, t = self.layouts, self.layouts.hidden_size, self.layouts.tensor_parallel
+        buffers = np.where(self.piped, 8 * h / self.layer.sequence, 0.0) * self.tokens
+        buffers += (x.context_parallel > 1) * (8 * h / t) * self.tokens
+        return np.where(self.piped, 2 * h / t, 0.0), buffers  # cut over tensor ranks, as Megatron and DeepSpeed send
+
+    def _logits(self) -> tuple[Array, Array]:
+        """Returns bytes per token of the last device: logits kept for the backward pass, and the loss's workspace."""
+        x, kernels, vocab = self.layouts, self.kernels, self.layouts.vocab_size
+        logits = vocab / (1.0 if kernels.gathered_logits else x.tensor_parallel)
+        at_once = np.minimum(vocab, kernels.chunk_logits / self.tokens)
+        summed = np.where(at_once < vocab, 4 * x.hidden_size * vocab / self.tokens, 0.0)
+        chunk = kernels.chunk_logit_bytes * at_once + summed + 2 * x.hidden_size
+        chunked = (kernels.chunk_logits > 0) & ~self.piped & (x.tensor_parallel == 1)
+        return np.where(chunked, 0.0, 4 * logits), np.where(chunked, chunk, (kernels.logit_bytes - 4) * logits)
+
+    def _shares(self, convention: Convention) -> tuple[dict[str, Array], Array]:
+        """Returns bytes per parameter with ZeRO's sharing, and the bytes that ZeRO needs beside its shards."""
+        x = self.layouts
+        gradient = x.gradient_bytes
+        if convention.gradients is not None:
+            gradient = np.full_like(gradient, convention.gradients)
+        shard = 1 / (x.data_parallel * x.context_parallel)
+        cut = ~self.piped & (x.zero_stage >= 2)
+        weights = convention.weights * np.where(x.zero_stage == 3, shard, 1.0)
+        gradients = gradient * np.where(cut, shard, 1.0)
+        optimizer = convention.optimizer * np.where(x.zero_stage >= 1, shard, 1.0)
+        state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        # Stage 3 gathers the weights of two blocks at a time; stages 2 and 3 hold one block's gradients whole.
+        whole = np.where(x.zero_stage == 3, 4 * self.block_params, 0.0)
+        whole = whole + np.where(cut, gradient * self.block_params, 0.0)
+        return state | {"state": weights + gradients + optimizer}, whole
+
+    def memory(self, stage: Any, *, is_first: Any, is_last: Any, layers: Array | None = None) -> StageMemory:
+        """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
+        x, tokens, residual = self.layouts, self.tokens, self.layouts.hidden_size / self.layer.sequence
+        layers = self._layers(is_first, is_last) if layers is None else layers
+        params = layers * self.block_params + np.where(is_last, self.head_params, 0.0)
+        params = params + np.where(is_first, self.embedding_params, 0.0)
+        flying = in_flight(x, stage)
+        head = np.where(is_last, 4 * residual + self.kept_logits, 0.0)
+        gpipe = self.piped & (x.schedule == _GPIPE)  # all forward passes come first, the others' one at a time
+        ends = head * np.where(gpipe, x.num_microbatches, 1.0)
+        if self.kernels.dropout:
+            ends = ends + np.where(is_first, self.plain * residual * flying, 0.0)
+        return StageMemory(
+            params=params,
+            bytes_per_param=self.bytes_per_param,
+            activations=tokens * flying * (layers * self.layer.kept + self.sent),
+            embedding_logits=tokens * ends,
+            workspace=tokens * np.maximum(self.layer.workspace - head, np.where(is_last, self.loss, 0.0)),
+            buffers=self.messages + self.gathered,
+        )
+
+    def _layers(self, is_first: Any, is_last: Any) -> Array:
+        if not np.any(self.balanced):
+            return self.layers
+        return self.layers - self.balanced * np.add(is_first, is_last, dtype=self.layers.dtype)

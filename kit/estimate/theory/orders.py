@@ -1,0 +1,197 @@
+"""Orders of pipeline work: what each device of a pipeline does, one operation after the other, in five schedules."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from cluster.record import ConfigError, suggestion
+from kit.estimate.theory.layouts import SCHEDULES, Array
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, PADDING = 0, 1, 2, 3, -1
+KINDS = "FBIW"
+"""Letters of the kinds: forward, whole backward, backward for the input alone, backward for the weights alone."""
+MULTI_STAGE = ("interleaved", "zero_bubble")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Order:
+    """What each device does, in order: arrays of shape (devices, operations), rows filled up with PADDING."""
+
+    name: str
+    kind: Array
+    """FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, or PADDING behind a shorter row."""
+    stage: Array
+    micro_batch: Array
+
+    @classmethod
+    def of(cls, schedule: str, *, pipeline_parallel: int, num_microbatches: int, virtual_stages: int = 1) -> Self:
+        """Returns the order of a schedule, by the names that a Plan uses.
+
+        Args:
+            schedule: `gpipe` (arXiv 1811.06965), `1f1b` (PipeDream-Flush, arXiv 2006.09503), `interleaved`
+                (Megatron, arXiv 2104.04473), `zero_bubble` (ZB-H1 of arXiv 2401.10241; with several virtual stages
+                torch's ZB1P) or `zbv` (section 6 there: stages in the shape of a V, two on each device).
+            pipeline_parallel: p, the devices.
+            num_microbatches: m, of one step.
+            virtual_stages: v, the stages of each device.
+
+        Raises:
+            ConfigError: the schedule does not exist for these numbers.
+        """
+        p, m, v = pipeline_parallel, num_microbatches, virtual_stages
+        _check(schedule, p, m, v)
+        return cls(name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v)))
+
+    @classmethod
+    def of_actions(cls, actions: Mapping[int, Iterable[Any]], *, name: str = "torch") -> Self:
+        """Returns the order in torch's `pipeline_order`, as the runtime of torch.distributed.pipelining executes it.
+
+        Args:
+            actions: of each rank, objects with `stage_index`, `computation_type.value` and `microbatch_index`; None
+                (an idle slot) and what is not computation are left out.
+            name: for titles.
+        """
+        rows = [
+            [
+                (KINDS.index(action.computation_type.value), action.stage_index, action.microbatch_index)
+                for action in actions[rank]
+                if action is not None and action.computation_type.value in KINDS
+            ]
+            for rank in sorted(actions)
+        ]
+        table = np.full((3, len(rows), max(map(len, rows))), PADDING)
+        for device, row in enumerate(rows):
+            table[:, device, : len(row)] = np.array(row).T
+        return cls(name=name, kind=table[0].astype(np.int8), stage=table[1], micro_batch=table[2])
+
+    @property
+    def num_devices(self) -> int:
+        """p."""
+        return self.kind.shape[0]
+
+    @cached_property
+    def num_stages(self) -> int:
+        """All stages, over all devices."""
+        return int(self.stage.max()) + 1
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """m."""
+        return int(self.micro_batch.max()) + 1
+
+    @cached_property
+    def device_of_stage(self) -> Array:
+        """The device that holds each stage, shape (stages,).
+
+        Raises:
+            ConfigError: a stage has no device, or several.
+        """
+        device, work = np.full(self.num_stages, -1), self.kind != PADDING
+        rows = np.broadcast_to(np.arange(self.num_devices)[:, None], self.kind.shape)
+        device[self.stage[work]] = rows[work]
+        if (device < 0).any() or (device[self.stage[work]] != rows[work]).any():
+            raise ConfigError(f"order {self.name!r}: each of the {self.num_stages} stages must be on exactly 1 device.")
+        return device
+
+    @cached_property
+    def peak_in_flight(self) -> Array:
+        """The most micro-batches whose activations a device holds at once, shape (devices,).
+
+        In micro-batches of a whole device: a stage of a device with v stages counts 1/v. Held from the start of the
+        forward to the end of the whole backward, or of the backward for the weights where that is apart.
+        """
+        held = np.cumsum((self.kind == FORWARD).astype(int) - np.isin(self.kind, (BACKWARD, BACKWARD_WEIGHT)), axis=1)
+        return held.max(axis=1) / np.bincount(self.device_of_stage, minlength=self.num_devices)
+
+    def __str__(self) -> str:
+        """One line for each device, torch's notation: stage, kind, micro-batch."""
+        rows = zip(self.stage, self.kind, self.micro_batch, strict=True)
+        return "\n".join(
+            " ".join(f"{s}{KINDS[k]}{b}" for s, k, b in zip(*row, strict=True) if k != PADDING) for row in rows
+        )
+
+
+def _check(schedule: str, p: int, m: int, v: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule: {schedule!r} is not known. {suggestion(schedule, SCHEDULES)}")
+    for name, value in (("pipeline_parallel", p), ("num_microbatches", m), ("virtual_stages", v)):
+        if value < 1:
+            raise ConfigError(f"{name}: {value} is not allowed. Give a whole number from 1.")
+    if schedule == "zbv" and v != 2:
+        raise ConfigError(f"virtual_stages: schedule 'zbv' has exactly 2 stages a device, got {v}.")
+    if schedule in ("gpipe", "1f1b") and v != 1:
+        raise ConfigError(f"virtual_stages: schedule {schedule!r} has 1 stage a device, got {v}.")
+    if v > 1 and schedule in MULTI_STAGE and m % max(1, m // p):
+        raise ConfigError(
+            f"num_microbatches: {m} cannot be cut into {m // p} equal rounds for schedule {schedule!r} on {p} devices. "
+            f"Use a multiple of {p}."
+        )
+
+
+def _one_pass(schedule: str, p: int, m: int, v: int) -> dict[str, Array]:
+    """Returns the order of all schedules that send a micro-batch round the devices in one direction.
+
+    Device r runs `warm_up` forwards, then forward and backward in turn; the k-th forward and the k-th backward go
+    through its v stages in rounds of micro-batches. Each operation gets a key, the slot in which its device would run
+    it, and the order of a device is the order of its keys: forward k in slot k - warm_up, backward k in slot k, the
+    backward for the weights (zero bubble only) r slots later, which holds memory at 1F1B's level.
+    """
+    rank, k = np.arange(p)[:, None], np.arange(m * v)
+    per_round = m // max(1, m // p)
+    chunk, micro_batch = k // per_round % v, k // (per_round * v) * per_round + k % per_round
+    hops = p - 1 - rank
+    warm_up = {"gpipe": m, "1f1b": hops, "zero_bubble": hops + (v - 1) * per_round,
+               "interleaved": 2 * hops + (v - 1) * per_round if v > 1 else hops}[schedule]  # fmt: skip
+    backward_stage = (v - 1 - chunk) * p + rank
+    rows = [(FORWARD, 3 * (k - np.minimum(warm_up, m * v)), chunk * p + rank)]
+    if schedule == "zero_bubble":
+        rows += [(BACKWARD_INPUT, 3 * k + 1, backward_stage), (BACKWARD_WEIGHT, 3 * (k + rank) + 2, backward_stage)]
+    else:
+        rows += [(BACKWARD, 3 * k + 1, backward_stage)]
+    return _by_key([(kind, key, stage, micro_batch) for kind, key, stage in rows], p)
+
+
+def _zbv(p: int, m: int) -> dict[str, Array]:
+    """Returns the V-shaped order: device r holds stages r and 2p - 1 - r, so that loss and backward start at once.
+
+    Slot s of the steady state runs, in this order: the forward of the down-going stage (micro-batch s + 2p - 1 - r),
+    its backward (s), the forward of the up-going stage (s + p) and its backward (s + p - r), each backward followed by
+    its part for the weights. Before slot 0 and behind slot n - p, at the ends, some are put off:
+    forwards fill the way down p - r slots ahead; backwards for the weights wait until no other device needs this one.
+
+    Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble, which also says what
+    is done below 2p - 1 micro-batches: the order of 2p - 1 with what is not there left out.
+    """
+    rank, n = np.arange(p)[:, None], max(m, 2 * p - 1)
+    k = np.arange(n)
+    down, up = rank, 2 * p - 1 - rank
+    steady = n - p
+    forward_down = k - (2 * p - 1 - rank)
+    forward_down = np.where(forward_down < 0, 6 * (forward_down - (p - rank)) + 3.5, 6 * forward_down)
+    slot = k - (p - rank)
+    weight_up = np.where(slot < steady, slot, slot + p)
+    weight_down = np.where(k < steady, k, np.where(k < steady + p - rank, k + rank, k + rank + p))
+    rows = [
+        (FORWARD, forward_down, down),
+        (BACKWARD_INPUT, 6 * k + 1, down),
+        (BACKWARD_WEIGHT, 6 * weight_down + 2, down),
+        (FORWARD, 6 * (k - p) + 3, up),
+        (BACKWARD_INPUT, 6 * slot + 4, up),
+        (BACKWARD_WEIGHT, 6 * weight_up + 5, up),
+    ]
+    return _by_key([(kind, np.broadcast_to(key, (p, n))[:, :m], stage, k[:m]) for kind, key, stage in rows], p)
+
+
+def _by_key(rows: list[tuple[int, Array, Array, Array]], p: int) -> dict[str, Array]:
+    """Returns kind, stage and micro-batch of each device sorted by key; each row is (kind, key, stage, micro-batch)."""
+    shapes = [(p, np.size(micro_batch)) for *_, micro_batch in rows]
+    joined = [
+        np.concatenate([np.broadcast_to(column, shape) for column, shape in zip(columns, shapes, strict=True)], axis=1)
+        for columns in zip(*rows, strict=True)
+    ]
+    order = np.argsort(joined[1], axis=1, kind="stable")
+    kind, stage, micro_batch = (np.take_along_axis(joined[i], order, axis=1) for i in (0, 2, 3))
+    return {"kind": kind.astype(np.int8), "stage": stage, "micro_batch": micro_batch}

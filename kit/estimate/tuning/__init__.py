@@ -1,0 +1,1 @@
+"""Bayesian search over layouts by trials."""

@@ -1,0 +1,142 @@
+"""Objectives of a hyperparameter search: the rate that the estimator gives a layout, or that a real run reaches."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cluster.record import ConfigError
+from cluster.state import JobState
+from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.tuning.tune import Parameters, TrialFailure
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kit.estimate.choose.search import Machine
+
+FRONTIER_SPACE: dict[str, tuple] = {
+    "pipeline_parallel": (1, 2, 4, 8, 12, 16),
+    "tensor_parallel": (4, 8),
+    "micro_batch_size": tuple(range(4, 21)),
+    "num_microbatches": (5, 10),
+    "zero_stage": (0, 1),
+    "num_nodes": (12, 16),
+}
+"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked against the text itself."""
+
+
+def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None) -> Plan:
+    """Returns the plan on all devices of the nodes that a trial's parameters describe.
+
+    Args:
+        parameters: fields of Plan, and `num_nodes` (default 1) and `num_microbatches` (default 1: gradient
+            accumulation steps), from which data parallelism and global batch size follow.
+        devices_per_node: devices of one node.
+        base: fields that the parameters leave open.
+
+    Raises:
+        ConfigError: the devices do not divide, or a rule of Plan is broken.
+    """
+    fields = {**(base or Plan()).to_dict(), **parameters}
+    devices = fields.pop("num_nodes", 1) * devices_per_node
+    held = fields["tensor_parallel"] * fields["pipeline_parallel"]
+    if devices % held:
+        raise ConfigError(f"plan: tensor x pipeline = {held} devices do not divide {devices}.")
+    fields["data_parallel"] = devices // held
+    count = fields.pop("num_microbatches", 1)
+    return Plan.from_dict({**fields, "global_batch_size": count * fields["micro_batch_size"] * fields["data_parallel"]})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimatedRate:
+    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its memory fails."""
+
+    spec: ModelSpec
+    machine: "Machine"
+    devices_per_node: int
+    base: Plan = dataclasses.field(default_factory=lambda: Plan(precision="bf16"))
+    max_risk: float = 0.1
+
+    def __call__(self, parameters: Parameters) -> float:
+        """Returns tokens per second and device.
+
+        Raises:
+            ConfigError: there is no such plan for this model.
+            TrialFailure: it runs out of memory with a probability above `max_risk`.
+        """
+        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
+        plan.check(self.spec)
+        layouts = Layouts.of(self.spec, [plan])
+        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        if risk.item() > self.max_risk:
+            raise TrialFailure(f"out of memory (probability {risk.item():.2f})")
+        return float(self.machine.step_time(layouts).tokens_per_s.item()) / plan.num_devices
+
+    def rates(self, space: Mapping[str, Sequence]) -> Array:
+        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where it fails."""
+        plans: list[tuple[int, Plan]] = []
+        for number, choice in enumerate(itertools.product(*space.values())):
+            with contextlib.suppress(ConfigError):
+                named = dict(zip(space, choice, strict=True))
+                plan = plan_of(named, devices_per_node=self.devices_per_node, base=self.base)
+                plan.check(self.spec)
+                plans.append((number, plan))
+        grid = np.full([len(choices) for choices in space.values()], np.nan)
+        if not plans:
+            return grid
+        layouts = Layouts.of(self.spec, [plan for _, plan in plans])
+        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        rate = self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
+        grid.flat[[number for number, _ in plans]] = np.where(risk > self.max_risk, np.nan, rate)
+        return grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasuredRate:
+    """Objective on real runs of the kit: tokens per second, median over the steps after the first `warm_up`.
+
+    Each trial is a run directory below `directory`, named by its parameters. One that has ended is not run again, and
+    one that outlived the search that started it is waited for.
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    directory: Path
+    num_devices: int = 2
+    site: str = "laptop"
+    base: Plan = dataclasses.field(default_factory=Plan)
+    warm_up: int = 2
+    timeout_s: float = 600.0
+
+    def __call__(self, parameters: Parameters) -> float:
+        """Returns tokens per second over all devices.
+
+        Raises:
+            ConfigError, DataError, RunError: the plan cannot run.
+            TrialFailure: the run failed or took longer than `timeout_s`.
+        """
+        from kit.launcher import launch
+        from kit.run import Run
+
+        plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
+        directory = Path(self.directory) / "-".join(f"{name}_{value}" for name, value in sorted(parameters.items()))
+        run = Run.open(directory) if (directory / "job.json").exists() else None
+        if run is None or run.job.status().state is JobState.LOST:
+            run = launch(directory, spec=self.spec, plan=plan, recipe=self.recipe, site=self.site)
+        try:
+            status = run.job.wait(timeout_s=self.timeout_s)
+        except TimeoutError as error:
+            run.job.cancel()
+            raise TrialFailure(f"no end after {self.timeout_s:.0f} s") from error
+        if status.state is not JobState.DONE:
+            raise TrialFailure(f"{status.state}: {status.reason}")
+        rates = run.metrics().tokens_per_s[self.warm_up :]
+        if not rates.size:
+            raise TrialFailure(f"only {len(run.metrics())} steps, of which {self.warm_up} are warm-up")
+        return float(np.median(rates))

@@ -1,0 +1,1 @@
+"""How far the estimates are from what was measured."""

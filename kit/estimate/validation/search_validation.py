@@ -1,0 +1,35 @@
+"""Speed of the search, as rows of `kit validate`."""
+
+import time
+
+from cluster.site import Site
+from kit.estimate.choose.candidates import candidates
+from kit.estimate.choose.search import search
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+
+REPEATS = 5
+
+
+def search_validation() -> list[Row]:
+    """Returns layouts per second (time and memory) on one core, and seconds of the largest search."""
+    spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
+    found = search(spec, site, 3072, 9600)
+    count = len(found.layouts)
+    evaluation = _least(lambda: found.machine.evaluate(found.layouts))
+    whole = _least(lambda: search(spec, site, 3072, 9600))
+    note = f"{count:,} layouts of 1T parameters on 3,072 devices; CPU time, best of {REPEATS}"
+    listing = _least(lambda: candidates(spec, 3072, 9600))
+    return [
+        row("Search: time and memory, one core", count / evaluation, "layouts/s", at_least=3e6, note=note),
+        row("Search: 1T on 3,072 devices, whole space", whole, "s", at_most=0.1, note=f"{listing:.3f} s to list it"),
+    ]
+
+
+def _least(work) -> float:
+    spent = []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        work()
+        spent.append(time.process_time() - start)
+    return min(spent)

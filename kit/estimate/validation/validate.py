@@ -1,0 +1,265 @@
+"""Validation as a command: the estimator's error on published runs, with whole groups held out. No torch.
+
+For each machine the prior is the population of all other machines, so that nothing of a machine is known beforehand;
+its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from kit.estimate.fit import fitting, interval, published
+from kit.estimate.fit.calibrate import propose
+from kit.estimate.fit.fitting import Prior, Rows
+from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.hardware import NAMES
+from kit.estimate.theory.layouts import Array
+from kit.estimate.validation.memory_validation import memory_validation
+from kit.estimate.validation.search_validation import search_validation
+from kit.show.results import Row, row
+
+SMALL = 120
+"""Rows of one machine that the population looks at; more do not change it."""
+SELENE_FITTED = ("factor",)
+CALIBRATION_RUNS = {0: 0.15, 1: 0.10, 5: 0.07, 10: 0.065}
+"""Runs of a new machine and the error allowed after them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Published runs of one machine, and what a group of them is."""
+
+    name: str
+    runs: tuple[PublishedRun, ...]
+    rows: Rows
+    groups: tuple[Hashable, ...]
+    family: str
+    """Machines of one family are held out together."""
+
+    def small(self) -> Rows:
+        """Returns at most SMALL of the rows, evenly spaced."""
+        step = -(-len(self.rows) // SMALL)
+        return self.rows.select(np.arange(0, len(self.rows), step))
+
+
+Group = Callable[[PublishedRun], Hashable]
+Choice = Callable[[PublishedRun], bool]
+
+
+def _size(run: PublishedRun) -> Hashable:
+    return run.spec.hidden_size
+
+
+def _shape(run: PublishedRun) -> Hashable:
+    return run.spec.hidden_size, run.spec.num_layers
+
+
+def _layout(run: PublishedRun) -> Hashable:
+    return run.spec.num_layers, run.spec.sequence_length, run.tensor_parallel, run.pipeline_parallel
+
+
+def _each(run: PublishedRun) -> Hashable:
+    return id(run)
+
+
+def _bridge(device: str) -> Choice:
+    return lambda run: "Bridge" in run.source and run.device == device
+
+
+# What counts as one machine; recalled or second-hand numbers and one mis-configured run are left out.
+MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
+    ("Selene", "Selene", lambda run: run.system == "Selene" and not run.source.startswith("MT-NLG"), _each),
+    ("KAIST multi-node", "KAIST", lambda run: run.system == "KAIST A100 cluster", _size),
+    ("KAIST single node", "KAIST", lambda run: run.system == "KAIST A100 node", _size),
+    ("Aleph Alpha", "Aleph Alpha", lambda run: run.source.startswith("Aleph Alpha"), _size),
+    ("Jean Zay", "Jean Zay", lambda run: run.system == "Jean Zay" and "prequel" in run.source, _shape),
+    ("MI250X", "MI250X", lambda run: run.system in ("Frontier", "LUMI") and run.zero_stage < 3
+     and run.status != "derived", _each),
+    ("trn1", "trn1", lambda run: run.system == "trn1.32xlarge", _layout),
+    ("H100", "Bridge", _bridge("H100"), _shape),
+    ("GB200", "Bridge", _bridge("GB200"), _shape),
+    ("GB300", "Bridge", _bridge("GB300"), _shape),
+)  # fmt: skip
+NEW_MACHINES = ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200", "GB300")
+"""With more than one node and at least 20 rows, so that 10 runs leave something to score."""
+
+
+def machines(runs: Sequence[PublishedRun] | None = None) -> dict[str, Machine]:
+    """Returns the machines that have measured runs among these (default: those that come with the kit)."""
+    runs = [run for run in (published.load() if runs is None else runs) if run.kind == "measured"]
+    found = {}
+    for name, family, choice, group in MACHINES:
+        own = tuple(run for run in runs if choice(run))
+        if own:
+            groups = tuple(group(run) for run in own)
+            found[name] = Machine(name=name, family=family, runs=own, rows=rows_of(own), groups=groups)
+    return found
+
+
+def population_without(all_machines: dict[str, Machine], family: str | None) -> Prior:
+    """Returns the population of all machines but those of one family."""
+    others = [machine.small() for machine in all_machines.values() if machine.family != family]
+    return fitting.population(others)
+
+
+def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[Array, Array]:
+    """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not fitted."""
+    rows, error, half = machine.rows, np.empty(len(machine.rows)), np.empty(len(machine.rows))
+    labels = {group: i for i, group in enumerate(dict.fromkeys(machine.groups))}
+    group = np.array([labels[each] for each in machine.groups])
+    for i in range(len(labels)):
+        test = rows.select(group == i)
+        found = fitting.fit(rows.select(group != i), prior, stacks=stacks)
+        centre, deviation = interval.spread(test.layouts, test.hardware, found.values, found.covariance)
+        if stacks:
+            factors = np.append(found.stack_factors, np.zeros(int(rows.stack.max()) + 1))
+            centre = centre + factors[test.stack]
+        error[group == i] = np.exp(centre) / test.seconds - 1
+        half[group == i] = interval.QUANTILE * deviation
+    return error, half
+
+
+def after_runs(machine: Machine, prior: Prior, count: int) -> tuple[float, float]:
+    """Returns (error, coverage of the 90 % interval) on the rest after `count` runs that the kit chose itself."""
+    rows, covariance = machine.rows, np.diag(prior.spread**2)
+    chosen = propose(rows.layouts, rows.hardware, prior.mean, covariance, count)
+    rest = np.ones(len(rows), dtype=bool)
+    rest[chosen] = False
+    found = fitting.fit(rows.select(np.array(chosen, dtype=int)), prior)
+    return score(rows.select(rest), found)
+
+
+def score(rows: Rows, found: fitting.Fit) -> tuple[float, float]:
+    """Returns (mean absolute relative error, part of the rows inside their 90 % interval)."""
+    centre, deviation = interval.spread(rows.layouts, rows.hardware, found.values, found.covariance)
+    off = centre - np.log(rows.seconds)
+    return float(np.mean(np.abs(np.expm1(off)))), float(np.mean(np.abs(off) <= interval.QUANTILE * deviation))
+
+
+def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
+    """Returns (how much slower the predicted best is than the measured best, averaged over groups, their number)."""
+    lost = []
+    keys = [group(run) for run in runs]
+    for key in dict.fromkeys(keys):
+        members = [i for i, each in enumerate(keys) if each == key]
+        if len(members) >= 4:
+            cost = np.array([runs[i].num_devices / runs[i].global_batch_size for i in members])
+            measured = cost * [runs[i].step_time_s or np.nan for i in members]
+            lost.append(measured[np.argmin(cost * predicted_s[members])] / measured.min() - 1)
+    return float(np.mean(lost)) if lost else float("nan"), len(lost)
+
+
+def validate(
+    rows_csv: str | os.PathLike[str] | None = None, calibrate: int | None = None, seed: int = 0
+) -> tuple[Row, ...]:
+    """Returns the table of errors on published runs, or that of another CSV with the same columns.
+
+    Args:
+        rows_csv: rows to predict; default: the published runs that come with the kit, with groups held out.
+        calibrate: runs of each machine of `rows_csv` to fit first, chosen by the kit out of a random half of them.
+        seed: of that half.
+
+    Raises:
+        ConfigError: the CSV cannot be read or holds no measured run.
+    """
+    if rows_csv is not None:
+        from kit.estimate.validation.validate_rows import validate_rows
+
+        return validate_rows(rows_csv, calibrate or 0, seed)
+    everything = machines()
+    priors = {name: population_without(everything, machine.family) for name, machine in everything.items()}
+    errors, table = {}, []
+    for name, machine in everything.items():
+        errors[name], half = _held_out(machine, everything)
+        table += _rows_of_machine(machine, errors[name], half)
+    table += _new_machine(everything, priors)
+    table += _regret_rows(everything, errors)
+    return tuple([*table, *memory_validation(), *search_validation()])
+
+
+LIMITS = {
+    "Selene": ("Selene, each row held out", 0.035),
+    "KAIST multi-node": ("vTrain multi-node, model size held out", 0.07),
+    "KAIST single node": ("vTrain single node, hidden size held out", 0.15),
+    "Aleph Alpha": ("Aleph Alpha, model size held out", 0.065), "Jean Zay": ("BLOOM, shape held out", 0.06),
+    "MI250X": ("MI250X, each row held out", 0.07), "trn1": ("trn1, layout held out", 0.15),
+}  # fmt: skip
+
+
+def predictions() -> dict[str, tuple[Array, Array]]:
+    """Returns (measured, predicted) seconds per step of every published run by machine, its own group not fitted."""
+    everything = machines()
+    found = {}
+    for name, machine in everything.items():
+        error, _ = _held_out(machine, everything)
+        found[name] = (machine.rows.seconds, machine.rows.seconds * (1 + error))
+    return found
+
+
+def _held_out(machine: Machine, everything: dict[str, Machine]) -> tuple[Array, Array]:
+    """Returns what `held_out` says with the numbers that are fitted for this machine."""
+    prior = population_without(everything, machine.family)
+    prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
+    return held_out(machine, prior, stacks=machine.name == "MI250X")
+
+
+def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
+    title, limit = LIMITS.get(machine.name, (f"{machine.name}, shape held out", None))
+    off = np.abs(error)
+    stacks = len({run.stack for run in machine.runs})
+    numbers = f"{len(NAMES)} numbers fitted, each with a prior from the other machines"
+    if machine.name == "Selene":
+        numbers = f"{len(SELENE_FITTED)} number fitted ({', '.join(SELENE_FITTED)})"
+    elif machine.name == "MI250X":
+        numbers += f", and {stacks} factors of software stacks"
+    note = f"{len(off)} rows, {len(set(machine.groups))} groups; median {np.median(off):.1%}, worst {off.max():.0%}"
+    note += f"; {numbers}"
+    rows = [row(f"{title}: mean error", float(off.mean()), "fraction", at_most=limit, note=note)]
+    if machine.name == "Selene":
+        rows.append(row(f"{title}: worst error", float(off.max()), "fraction", at_most=0.09))
+    if machine.name == "KAIST multi-node":
+        rows.append(row(f"{title}: median error", float(np.median(off)), "fraction", at_most=0.05))
+    if machine.name == "MI250X":
+        paper = [i for i, run in enumerate(machine.runs) if run.source.startswith("Dash")]
+        inside = [abs(np.log1p(error[i])) <= half[i] for i in paper]
+        text = ", ".join(f"{machine.runs[i].spec.name} on {machine.runs[i].num_devices} {error[i]:+.0%}" for i in paper)
+        rows.append(row("Frontier paper's rows inside the interval", float(np.mean(inside)), "fraction", at_least=1.0,
+                        note=text))  # fmt: skip
+    return rows
+
+
+def _new_machine(everything: dict[str, Machine], priors: dict[str, Prior]) -> list[Row]:
+    rows, covered = [], []
+    names = [name for name in NEW_MACHINES if name in everything]
+    for count, limit in CALIBRATION_RUNS.items():
+        scores = {name: after_runs(everything[name], priors[name], count) for name in names}
+        note = ", ".join(f"{name} {error:.1%}" for name, (error, _) in scores.items())
+        mean = float(np.mean([error for error, _ in scores.values()]))
+        rows.append(row(f"new machine, {count} runs chosen by the kit: mean error", mean, "fraction", at_most=limit,
+                        note=note))  # fmt: skip
+        covered.append({name: inside for name, (_, inside) in scores.items()})
+    for count, coverage in zip(CALIBRATION_RUNS, covered, strict=True):
+        if count in (0, 5):
+            value = float(np.mean(list(coverage.values())))
+            note = ", ".join(f"{name} {inside:.0%}" for name, inside in coverage.items())
+            rows.append(Row(name=f"new machine, {count} runs: coverage of the 90 % interval", value=value,
+                            unit="fraction", target="85 to 95 %", ok=0.85 <= value <= 0.95, note=note))  # fmt: skip
+    return rows
+
+
+def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> list[Row]:
+    rows = []
+    for name, group in (
+        ("KAIST multi-node", _size),
+        ("Aleph Alpha", lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length)),
+    ):
+        if name in everything:
+            machine = everything[name]
+            predicted = machine.rows.seconds * (1 + errors[name])
+            lost, count = regret(machine.runs, predicted, group)
+            rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02,
+                            note=f"{count} groups; predictions with the model size held out"))  # fmt: skip
+    return rows

@@ -1,0 +1,101 @@
+"""Validation on rows of your own: any CSV with the columns of the published runs, new machines included. No torch."""
+
+import os
+
+import numpy as np
+
+from cluster.record import ConfigError
+from kit.estimate.fit import fitting, interval, published
+from kit.estimate.fit.calibrate import propose
+from kit.estimate.fit.fitting import Prior, Rows
+from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.layouts import Array
+from kit.estimate.validation.memory_validation import memory_validation
+from kit.show.results import Row, row
+
+
+def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0) -> tuple[Row, ...]:
+    """Returns errors on the rows of a CSV: of each machine, and of all together.
+
+    A machine that has published rows of its own in the kit starts from these (less those that are in the CSV too: no
+    row is scored by a fit that has seen it), others from the population. `calibrate` runs of each machine (never all),
+    chosen by the kit out of a random half of its rows, are fitted and not scored.
+
+    Args:
+        file: the CSV.
+        calibrate: runs to fit of each machine.
+        seed: of the random half.
+
+    Raises:
+        ConfigError: the CSV cannot be read, or holds no run whose layout is known.
+    """
+    if calibrate < 0:
+        raise ConfigError(f"validate.calibrate: {calibrate} is not allowed. Give a number of runs from 0.")
+    runs, refused = published.read(file)
+    measured = [run for run in runs if run.kind == "measured"]
+    if not runs:
+        reasons = "; ".join(f"line {line}: {reason}" for line, reason in refused[:3])
+        raise ConfigError(f"{file}: no row has a layout and a time or an out-of-memory label. {reasons}")
+    table, errors, inside = [], [], []
+    for system in dict.fromkeys(run.system for run in measured):
+        own = [run for run in measured if run.system == system]
+        error, covered, note = _score(own, calibrate, seed)
+        errors, inside = [*errors, error], [*inside, covered]
+        table.append(row(f"{system}: mean error", _mean(error), "fraction", note=note))
+        table.append(row(f"{system}: 90 % interval holds", float(covered.mean()), "fraction"))
+    if errors:
+        off, covered = np.abs(np.concatenate(errors)), np.concatenate(inside)
+        table.append(row("all rows: mean error", float(off.mean()), "fraction", note=f"{len(off)} rows"))
+        table.append(row("all rows: median error", float(np.median(off)), "fraction"))
+        table.append(row("all rows: worst error", float(off.max()), "fraction"))
+        table.append(row("all rows: 90 % interval holds", float(covered.mean()), "fraction"))
+    table += memory_validation(runs)
+    reasons = "; ".join(f"line {line}: {reason}" for line, reason in refused[:3])
+    table.append(row("rows refused", len(refused), note=reasons))
+    return tuple(table)
+
+
+def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, Array, str]:
+    """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
+    rows = rows_of(runs)
+    given = set(runs)
+    known = [run for run in published.load() if run.kind == "measured" and _same_machine(run, runs[0])]
+    known = [run for run in known if run not in given]
+    prior = Prior.default()
+    start = fitting.fit(rows_of(known), prior) if known else fitting.prior_only(prior)
+    count = min(calibrate, len(runs) - 1)
+    pool = np.arange(len(runs))
+    if 0 < 3 * count < len(runs):  # a few rows are all candidates, many are halved at random
+        pool = np.sort(np.random.default_rng(seed).permutation(len(runs))[: max(3 * count, len(runs) // 2)])
+    inside = rows.select(pool)
+    proposed = propose(inside.layouts, inside.hardware, start.values, start.covariance, count)
+    chosen = pool[np.array(proposed, dtype=int)]
+    rest = np.ones(len(runs), dtype=bool)
+    rest[chosen] = False
+    found = start
+    if count:
+        own = rows_of([*known, *(runs[i] for i in chosen)])
+        found = fitting.fit(own, prior, start=start.values)
+    error, covered = _errors(rows.select(rest), found)
+    basis = f"{len(known)} published rows of this machine" if known else "average of published machines"
+    assumed = sorted({name for run in runs for name in run.assumed})
+    doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
+    spread = f"median {np.median(np.abs(error)):.1%}, worst {np.abs(error).max():.0%}"
+    return error, covered, f"{int(rest.sum())} rows; {spread}; {basis}, {count} runs fitted{doubt}"
+
+
+def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
+    """Returns whether both ran on one machine; a nameless one (`A100 cluster`) is known by its source as well."""
+    same_system = published_run.system == run.system
+    return same_system and (run.system in published.SYSTEMS or published_run.stack == run.stack)
+
+
+def _errors(rows: Rows, found: fitting.Fit) -> tuple[Array, Array]:
+    centre, deviation = interval.spread(rows.layouts, rows.hardware, found.values, found.covariance)
+    off = centre - np.log(rows.seconds)
+    return np.expm1(off), np.abs(off) <= interval.QUANTILE * deviation
+
+
+def _mean(error: Array) -> float:
+    return float(np.mean(np.abs(error)))

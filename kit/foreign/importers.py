@@ -1,0 +1,254 @@
+"""Import: a run directory from the log of another trainer, so that every view of the kit works on it.
+
+What the log does not say (an NxDT log: model and layout) must be given. Nothing is written where the numbers
+contradict each other: steps faster than the device can multiply matrices were not what the log takes them for.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.job import JobSpec
+from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
+from cluster.site import Site
+from cluster.state import JobState, log_path, update_state
+from kit.errors import DataError, RunError
+from kit.foreign.logs import PARSERS, LoggedStep, LogReader
+from kit.foreign.setup import Described, describe
+from kit.foreign.step_recorder import StepRecorder
+from kit.plan import Plan
+from kit.run import Run
+from kit.run.metrics import MetricsWriter
+from kit.run.rows import rows_to_metrics
+from kit.spec import ModelSpec
+
+SPEED_TOLERANCE = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportReport(Record):
+    """import.json: where the steps of an imported run come from, and what to know about them."""
+
+    log: str = field_doc("absolute path")
+    format: str = field_doc("megatron or nxdt")
+    lines: int = field_doc("lines read")
+    steps: int = field_doc("steps recorded, repeated ones too")
+    attempts: int = field_doc("starts of the trainer")
+    skipped_lines: int = field_doc("torn lines about steps")
+    notes: tuple[str, ...] = field_doc("what was derived, assumed or found to disagree")
+
+
+def import_log(
+    log: str | Path,
+    out: str | Path,
+    *,
+    format: str,
+    site: Site,
+    spec: ModelSpec | None = None,
+    changes: dict[str, dict[str, Any]] | None = None,
+    follow: bool = False,
+    poll_s: float = 2.0,
+    idle: Callable[[float], None] = time.sleep,
+) -> ImportReport:
+    """Makes a run directory from a log and returns what was found; with `follow` only when the log has ended.
+
+    Args:
+        log: what the trainer printed on its last rank (Megatron) or on rank 0 (NxDT).
+        out: new directory, or one that was made from the same log, which is then made anew.
+        format: who wrote it: `megatron` or `nxdt`.
+        site: where it ran; its peak makes MFU, its highest matrix-product rate is what no step can exceed.
+        spec: the model, where the log does not tell it.
+        changes: of `spec`, `plan` and `recipe`: fields that the log does not tell, or tells wrongly.
+        follow: go on as the log grows, until training is done, the log is deleted, or `idle` raises KeyboardInterrupt.
+        poll_s: time between two looks.
+        idle: waits between two looks.
+
+    Raises:
+        DataError: the log is missing or has no step of this format.
+        ConfigError: model or layout are not known, or contradict the log; nothing was written.
+        RunError: `out` holds something else.
+    """
+    log, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
+    changes = {"spec": {}, "plan": {}, "recipe": {}, **(changes or {})}
+    _check_target(out, log)
+    reader, logged = _read(log, format)
+    asked = describe(reader.parser, logged, spec=spec, changes=changes)
+    recorder = StepRecorder(
+        batch=asked.printed_batch, sequence_length=asked.spec.sequence_length, engine_share=asked.engine_share,
+        interval=asked.interval,
+    )  # fmt: skip
+    by_step = {(row["attempt"], row["step"]): row for step in logged for row in recorder.rows(step)}
+    rows = list(by_step.values())
+    _fill_in(rows, log.stat().st_mtime)
+    notes = [*asked.notes, *check_speed(rows, logged, asked, site)]
+
+    run = _create(out, asked, site, log)
+    write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    report = ImportReport(
+        log=str(log), format=format, lines=reader.lines, steps=len(rows), attempts=recorder.attempt,
+        skipped_lines=reader.parser.skipped_lines, notes=tuple(notes),
+    )  # fmt: skip
+    report.write(out / "import.json")
+    following = follow and not reader.parser.done
+    _tell_state(run, recorder, reader, following)
+    if following:
+        added = _follow(run, recorder, reader, poll_s, idle)
+        report = report.replace(lines=reader.lines, steps=len(rows) + added, attempts=recorder.attempt,
+                                skipped_lines=reader.parser.skipped_lines)  # fmt: skip
+        if out.is_dir():
+            report.write(out / "import.json")
+    return report
+
+
+def _check_target(out: Path, log: Path) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    try:
+        same = ImportReport.read(out / "import.json").log == str(log)
+    except (ConfigError, OSError):
+        same = False
+    if not same:
+        raise RunError(f"{out} exists and was not imported from {log}. Give a new or empty directory.")
+
+
+def _read(log: Path, format: str) -> tuple[LogReader, list[LoggedStep]]:
+    if format not in PARSERS:
+        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, PARSERS)}")
+    reader = LogReader(log, PARSERS[format]())
+    try:
+        logged = reader.read() + reader.finish()
+    except OSError as error:
+        raise DataError(f"{log}: cannot be read ({error.strerror}). Give the trainer's log file.") from error
+    if all(step.validation_loss is not None and step.loss is None for step in logged):
+        raise DataError(
+            f"{log}: none of its {reader.lines:,} lines tells of a step as a {format} log does. Formats: "
+            f"{', '.join(PARSERS)}. If training has only begun, import it after its first step."
+        )
+    return reader, logged
+
+
+def _fill_in(rows: list[dict[str, Any]], end: float) -> None:
+    """Gives an attempt's first row the speed of its second, and rows without a time stamp a time counted back."""
+    for row, following in reversed(list(zip(rows, rows[1:], strict=False))):
+        if row["step_time_s"] is None and row["attempt"] == following["attempt"]:
+            row["step_time_s"] = following["step_time_s"]
+    stamped = next((i for i, row in enumerate(rows) if row["time"] is not None), len(rows))
+    later = end if stamped == len(rows) else rows[stamped]["time"]  # a log changes last when its last line is written
+    for i in range(stamped - 1, -1, -1):
+        if i < len(rows) - 1:
+            later -= rows[i + 1]["step_time_s"] or 0.0
+        rows[i]["time"] = later
+    for before, row in zip(rows, rows[1:], strict=False):
+        counted = before["time"] + (row["step_time_s"] or 0.0)
+        row["time"] = counted if row["time"] is None else max(row["time"], before["time"])
+
+
+def check_speed(rows: list[dict[str, Any]], logged: list[LoggedStep], asked: Described, site: Site) -> list[str]:
+    """Returns what the log's own speeds say against the clock's; rows faster than the peak lose their time.
+
+    Raises:
+        ConfigError: the typical step is faster than the device can multiply matrices.
+    """
+    spec, plan = asked.spec, asked.plan
+    metrics = rows_to_metrics(rows, spec=spec, plans={}, site=site)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        per_device = metrics.tokens_per_s / plan.num_devices
+    known = per_device[np.isfinite(per_device)]
+    if not known.size:
+        return ["no line tells how long a step took, so there are no speeds"]
+    model, hardware = spec.flops_per_token(), spec.hardware_flops_per_token(plan.recompute)
+    typical, peak = float(np.median(known)), site.peak_flops_per_s(plan.precision)
+    ceiling = site.device.matmul_flops_per_s.get(plan.precision)
+    most = ceiling.value if ceiling else peak
+    if most is not None and typical * hardware > most:
+        raise ConfigError(
+            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of {plan.num_devices} devices is more than the "
+            f"{most / 1e12:.1f} that a matrix product reaches on {site.device.name}: the steps cannot have run "
+            f"{plan.global_batch_size} sequences each. Look up the engine's micro-batch and give the sequences really "
+            f"run, --set plan.global_batch_size=..., or correct the layout, the model or the site."
+        )
+    notes = []
+    impossible = 0 if peak is None else sum(_drop_time(row, plan, hardware, peak) for row in rows)
+    if impossible:
+        notes.append(f"{impossible} steps look faster than the peak; they are kept without their time")
+    printed = [step.printed_flops_per_s for step in logged if step.printed_flops_per_s]
+    if printed:
+        notes.append(
+            f"the log prints {np.median(printed) / 1e12:.1f} TFLOP/s per device, which is not used; from the clock and "
+            f"the sequences run it is {typical * model / 1e12:.1f} of the model, {typical * hardware / 1e12:.1f} with "
+            f"recomputation"
+        )
+    rates = [step.printed_samples_per_s for step in logged if step.printed_samples_per_s]
+    rate = typical * plan.num_devices / spec.sequence_length
+    if rates and abs(np.median(rates) / rate - 1) > SPEED_TOLERANCE:
+        notes.append(f"the log prints {np.median(rates):.3g} sequences/s, but clock and batch make {rate:.3g}")
+    return notes
+
+
+def _drop_time(row: dict[str, Any], plan: Plan, hardware: float, peak: float) -> bool:
+    impossible = bool(row["step_time_s"]) and row["tokens"] * hardware > peak * plan.num_devices * row["step_time_s"]
+    if impossible:
+        row["step_time_s"] = None
+    return impossible
+
+
+def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
+    kept = ("spec.json", "state.json", "exit.json", "history.jsonl", "plan.attempt_*.json", "logs/attempt_*")
+    for old in [file for pattern in kept for file in out.glob(pattern)]:  # of an earlier import of the same log
+        old.unlink()
+    out.mkdir(parents=True, exist_ok=True)
+    for name, record in (("plan", asked.plan), ("recipe", asked.recipe), ("site", site), ("spec", asked.spec)):
+        record.write(out / f"{name}.json")
+    job = JobSpec(name=f"import of {log.name}", run_dir=str(out), argv=("kit", "import", str(log)),
+                  num_processes=asked.plan.num_devices)  # fmt: skip
+    job.write(out / "job.json")
+    return Run.open(out)
+
+
+def _tell_state(run: Run, recorder: StepRecorder, reader: LogReader, following: bool) -> None:
+    """Says what the log shows: its last step; while it is followed it is taken for a job, each change for a heartbeat.
+
+    Afterwards, or of a log that nobody follows, nothing is known of here and now.
+    """
+    attempt, row = recorder.attempt, recorder.last_row
+    seen: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):  # a log may be deleted while it is followed
+        seen = {"heartbeat": reader.file.stat().st_mtime}
+    for number in range(1, attempt + 1):
+        run.plan.write(run.directory / f"plan.attempt_{number:02d}.json")
+        shown = log_path(run.directory, number, 0)
+        shown.parent.mkdir(exist_ok=True)
+        if not shown.is_symlink():
+            shown.symlink_to(reader.file)
+    ends = "says that training is done," if reader.parser.done else "was read to its end,"
+    update_state(
+        run.directory, attempt=attempt, state=JobState.RUNNING if following else JobState.IMPORTED, step=row["step"],
+        step_time_s=row["step_time_s"], reason=f"the log {ends} at step {row['step']:,}", **seen,
+    )  # fmt: skip
+
+
+def _follow(run: Run, recorder: StepRecorder, reader: LogReader, poll_s: float, idle: Callable[[float], None]) -> int:
+    """Records what the log gains until it ends, and returns the number of rows added."""
+    writer, added = MetricsWriter(run.directory / "metrics.jsonl"), 0
+    try:
+        while not reader.parser.done and run.directory.is_dir():
+            idle(poll_s)
+            rows = [row for step in reader.read() for row in recorder.rows(step)]
+            for row in rows:
+                writer.append({**row, "time": row["time"] or time.time()})
+            added += len(rows)
+            if run.directory.is_dir():
+                _tell_state(run, recorder, reader, following=True)
+    except (KeyboardInterrupt, FileNotFoundError):  # the user, or log or run directory deleted
+        pass
+    finally:
+        writer.stream.close()
+        if run.directory.is_dir():
+            _tell_state(run, recorder, reader, following=False)
+    return added

@@ -1,0 +1,234 @@
+"""What was trained and how, as the log of another trainer tells it: model, layout, recipe, and what disagrees."""
+
+import collections
+import dataclasses
+import os
+from fractions import Fraction
+from typing import Any
+
+from cluster.record import ConfigError
+from kit.foreign.logs import LoggedStep, MegatronLog, NxdtLog
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+
+DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+LARGEST_INTERVAL = 10_000
+RECIPE_ARGUMENTS = {
+    "lr": "learning_rate", "min_lr": "min_learning_rate", "adam_beta1": "beta1", "adam_beta2": "beta2",
+    "adam_eps": "eps", "weight_decay": "weight_decay",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """A foreign run in the kit's words."""
+
+    spec: ModelSpec
+    plan: Plan
+    recipe: Recipe
+    printed_batch: int
+    """Sequences of a step according to the log."""
+    engine_share: Fraction
+    """Sequences that the engine really ran, over those that the log counts."""
+    interval: int
+    """Steps that one line stands for."""
+    notes: tuple[str, ...]
+
+
+def describe(
+    parser: MegatronLog | NxdtLog,
+    logged: list[LoggedStep],
+    *,
+    spec: ModelSpec | None,
+    changes: dict[str, dict[str, Any]],
+) -> Described:
+    """Returns the run that a log tells of.
+
+    Args:
+        parser: which has read the log.
+        logged: its steps.
+        spec: the model, if the user names it.
+        changes: fields of `spec`, `plan` and `recipe` that the user gives; they win.
+
+    Raises:
+        ConfigError: something is neither in the log nor given, or what was given contradicts the log.
+    """
+    notes: list[str] = []
+    spec = (spec or _spec(parser.arguments, notes)).replace(**changes["spec"])
+    batch = _printed_batch(parser.arguments, logged, changes["plan"])
+    asked = changes["plan"].get("global_batch_size")
+    share = Fraction(asked, batch) if asked else _engine_share(parser, notes)
+    plan = _plan(parser.arguments, batch * share, changes["plan"], notes)
+    recipe = _recipe(parser.arguments, logged, changes["recipe"])
+    if "lr" not in parser.arguments:
+        notes.append("the log does not tell the recipe: fields of recipe.json that were not given are defaults")
+    interval = _interval(parser.arguments, logged)
+    if interval > LARGEST_INTERVAL:
+        raise ConfigError(
+            f"import: one line for {interval:,} steps is more than the {LARGEST_INTERVAL:,} that are believed. "
+            f"Is the log damaged? Remove the lines in it that no trainer printed."
+        )
+    if interval > 1:
+        notes.append(f"one line stands for {interval} steps; each of them is recorded with the line's means")
+    return Described(
+        spec=spec, plan=plan, recipe=recipe, printed_batch=batch, engine_share=share, interval=interval,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+    missing = [name for name in names if not arguments.get(name, "").isdigit()]
+    if missing:
+        raise ConfigError(
+            f"model: the log does not tell {', '.join(missing)}. Give --model with a preset or a spec.json, and "
+            f"--set spec.KEY=VALUE for what differs."
+        )
+    heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
+    gated = arguments.get("swiglu") == "True" or arguments.get("glu_activation") == "swiglu"
+    kind = arguments.get("position_embedding_type", "").lower()
+    rotary = arguments.get("use_rotary_position_embeddings") == "True" or "rope" in kind or "rotary" in kind
+    if not rotary and kind and "learned" not in kind and "absolute" not in kind:
+        notes.append(f"positions {arguments['position_embedding_type']!r} are counted as learned ones")
+    return ModelSpec(
+        name=f"imported-{arguments['num_layers']}x{hidden}",
+        num_layers=int(arguments["num_layers"]),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=_kv_heads(arguments, heads),
+        ffn_hidden_size=_whole(arguments, "ffn_hidden_size", 4 * hidden),
+        vocab_size=int(arguments["padded_vocab_size"]),
+        sequence_length=int(arguments["seq_length"]),
+        norm="rmsnorm" if "rms" in arguments.get("normalization", "").lower() else "layernorm",
+        positions="rotary" if rotary else "learned",
+        activation="swiglu" if gated else "gelu",
+        bias=arguments.get("add_bias_linear") != "False",
+        tied_embeddings=arguments.get("untie_embeddings_and_output_weights") != "True",
+    )
+
+
+def _kv_heads(arguments: dict[str, str], heads: int) -> int:
+    if arguments.get("group_query_attention") == "True":
+        return _whole(arguments, "num_query_groups", heads)
+    return _whole(arguments, "num_key_value_heads", heads)
+
+
+def _engine_share(parser: MegatronLog | NxdtLog, notes: list[str]) -> Fraction:
+    """Returns 1, or less where DeepSpeed's pipeline ran fewer micro-batches than Megatron counts sequences for.
+
+    DeepSpeed cuts the global batch by its own micro-batch, then Megatron feeds it micro-batches of Megatron's size.
+    A run with 1 here and 4 there trains on a quarter of what both print. Source: `set_train_batch_size` in
+    deepspeed/runtime/engine.py; commit ef4161a of sajal-vt/Megatron-DeepSpeed-ORNL, whose log prints 149 TFLOP/s.
+    """
+    fed = parser.arguments.get("micro_batch_size", "")
+    counted = parser.engine.get("train_micro_batch_size_per_gpu", "")
+    pipeline = parser.arguments.get("no_pipeline_parallel") != "True"
+    if not (pipeline and fed.isdigit() and counted.isdigit()) or fed == counted or "0" in (fed, counted):
+        return Fraction(1)
+    share = Fraction(int(fed), int(counted))
+    notes.append(
+        f"Megatron fed micro-batches of {fed}, DeepSpeed counted {counted}: each step ran {share} of the sequences "
+        f"that the log prints, and tokens are counted so"
+    )
+    return share
+
+
+def _printed_batch(arguments: dict[str, str], logged: list[LoggedStep], plan_changes: dict[str, Any]) -> int:
+    """Returns the sequences of one step that the log tells, or those that were given where it does not."""
+    printed = [step.samples for step in logged if step.samples]
+    if printed:
+        return printed[-1]
+    if arguments.get("global_batch_size", "").isdigit():
+        return int(arguments["global_batch_size"])
+    pairs = [(step.step, step.consumed_samples) for step in logged if step.consumed_samples]
+    rates = [
+        (samples - before) / (step - last)
+        for (last, before), (step, samples) in zip(pairs, pairs[1:], strict=False)
+        if step > last and samples > before
+    ]
+    asked, counted = plan_changes.get("global_batch_size"), collections.Counter(rates).most_common(1)
+    if asked and counted and counted[0][0] != asked:
+        raise ConfigError(
+            f"plan.global_batch_size: {asked} sequences, but consumed_samples grows by {counted[0][0]:g} a step in "
+            f"the log. Leave it out, or give the log of this run."
+        )
+    if asked or counted:
+        return asked or int(counted[0][0])
+    raise ConfigError("plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES.")
+
+
+def _plan(arguments: dict[str, str], batch: Fraction, given: dict[str, Any], notes: list[str]) -> Plan:
+    told = _told_plan(arguments, notes) if "world_size" in arguments else {}
+    missing = [name for name in DEGREES if name not in {**told, **given}]
+    if missing:
+        raise ConfigError(
+            f"plan: the log does not tell {', '.join(missing)}. Give each of them: --set plan.{missing[0]}=..."
+        )
+    if not told and "precision" not in given:
+        notes.append("bf16 is assumed; --set plan.precision=fp32 if it was not")
+    if batch.denominator > 1:
+        raise ConfigError(f"plan.global_batch_size: {batch} sequences. Give the number really run by --set.")
+    return Plan.from_dict({"precision": "bf16", **told, "global_batch_size": int(batch), **given})
+
+
+def _told_plan(arguments: dict[str, str], notes: list[str]) -> dict[str, Any]:
+    tensor = _whole(arguments, "tensor_model_parallel_size", 1)
+    pipeline = _whole(arguments, "pipeline_model_parallel_size", 1)
+    virtual = _whole(arguments, "virtual_pipeline_model_parallel_size", 1)
+    if _whole(arguments, "context_parallel_size", 1) > 1:
+        notes.append("context parallelism is counted as data parallelism")
+    full = arguments.get("checkpoint_activations") == "True" or arguments.get("recompute_granularity") == "full"
+    selective = arguments.get("recompute_granularity") == "selective"
+    if arguments.get("fp16") == "True":
+        notes.append("fp16 is shown as bf16, which has the same peak on these devices")
+    half = "True" in (arguments.get("bf16"), arguments.get("fp16"))
+    return {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": pipeline,
+        "data_parallel": max(1, _whole(arguments, "world_size", 1) // (tensor * pipeline)),
+        "virtual_stages": virtual,
+        "schedule": "interleaved" if virtual > 1 else "1f1b",
+        "zero_stage": _whole(arguments, "zero_stage", 0),
+        "sequence_parallel": arguments.get("sequence_parallel") == "True" and tensor > 1,
+        "recompute": "full" if full else "selective" if selective else "none",
+        "micro_batch_size": _whole(arguments, "micro_batch_size", 1),
+        "precision": "bf16" if half else "fp32",
+    }
+
+
+def _recipe(arguments: dict[str, str], logged: list[LoggedStep], given: dict[str, Any]) -> Recipe:
+    told: dict[str, Any] = {}
+    for argument, name in RECIPE_ARGUMENTS.items():
+        number = _number(arguments.get(argument))
+        told |= {} if number is None else {name: number}
+    seen = [step.learning_rate for step in logged if step.learning_rate]
+    told["learning_rate"] = told.get("learning_rate") or max(seen, default=3e-4)
+    told["min_learning_rate"] = min(told.get("min_learning_rate", 0.0), told["learning_rate"])
+    clip = _number(arguments.get("clip_grad"))
+    told |= {} if clip is None else {"gradient_clip": clip or None}
+    told |= {"seed": int(arguments["seed"])} if arguments.get("seed", "").isdigit() else {}
+    last = max(step.step for step in logged)
+    total = max((step.total_steps for step in logged if step.total_steps), default=last)
+    data = arguments.get("data_path", "").strip("[]'\"") or "unknown"
+    return Recipe.from_dict({"data": os.path.basename(data), "num_steps": max(total, last), **told, **given})
+
+
+def _interval(arguments: dict[str, str], logged: list[LoggedStep]) -> int:
+    if arguments.get("log_interval", "").isdigit():
+        return max(1, int(arguments["log_interval"]))
+    steps = [step.step for step in logged if step.loss is not None]
+    gaps = collections.Counter(after - before for before, after in zip(steps, steps[1:], strict=False))
+    return max(1, gaps.most_common(1)[0][0]) if len(steps) > 2 else 1
+
+
+def _whole(arguments: dict[str, str], name: str, default: int) -> int:
+    number = _number(arguments.get(name))
+    return default if number is None else int(number)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None

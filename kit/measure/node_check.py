@@ -1,0 +1,189 @@
+"""The first seconds of a job on several nodes: does every node compute and send as fast as the others?
+
+One slow node slows all of them, and nothing in a step time says which. `check_nodes` names it: by a matrix product on
+each rank, and by exchanges between neighbours in a ring of nodes, two for each node, of which the better one counts, so
+that a slow node does not drag its neighbours down with it.
+"""
+
+import dataclasses
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cluster.record import Record, field_doc
+from cluster.site import Fact, Site
+from kit.measure.gemm import measure_gemm_flops_per_s
+
+SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
+"""Share of the median of all nodes below which a node is called slow; links differ more than chips do."""
+SECONDS, REPEATS = 0.3, 3
+CPU_MESSAGE_BYTES, DEVICE_MESSAGE_BYTES = 2**22, 2**26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeRate(Record):
+    """What one node was seen to do."""
+
+    node: str = field_doc("its name")
+    matmul_flops_per_s: float = field_doc("matrix product, of its slowest rank")
+    bytes_per_s: float | None = field_doc("of its first rank, one direction, to its better neighbour", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeReport(Record):
+    """What all nodes of a job were seen to do."""
+
+    dtype: str = field_doc("of the matrix products")
+    num_ranks: int = field_doc("over all nodes")
+    nodes: tuple[NodeRate, ...] = field_doc("in rank order")
+    all_reduce_bytes_per_s: float | None = field_doc(
+        "sent by each rank while all of them add up a tensor", default=None
+    )
+
+    @property
+    def slow(self) -> list[str]:
+        """One line for each slow node and reason; fewer than three nodes give no majority to compare with."""
+        if len(self.nodes) < 3:
+            return []
+        found = []
+        for what, share, field in (
+            ("computes", SLOW_COMPUTE, "matmul_flops_per_s"),
+            ("sends", SLOW_LINK, "bytes_per_s"),
+        ):
+            rates = {node.node: getattr(node, field) for node in self.nodes if getattr(node, field)}
+            median = statistics.median(rates.values()) if rates else 0.0
+            found += [
+                f"{node} {what} at {rate / median:.0%} of the median of {len(rates)} nodes"
+                for node, rate in rates.items()
+                if rate < share * median
+            ]
+        return found
+
+    def site(self, site: Site) -> Site:
+        """Returns `site` with what was measured: matrix products of a rank, and the network of a node's first rank."""
+        where = f"measured on {len(self.nodes)} nodes at the start of a job"
+        rates = [node.matmul_flops_per_s for node in self.nodes]
+        matmul = Fact(
+            value=statistics.median(rates), source=f"{where}, {self.dtype} matrix product", error=_spread(rates)
+        )
+        device = site.device.replace(matmul_flops_per_s={**site.device.matmul_flops_per_s, self.dtype: matmul})
+        sent = [node.bytes_per_s for node in self.nodes if node.bytes_per_s]
+        if not sent:
+            return site.replace(device=device)
+        bandwidth = Fact(value=statistics.median(sent), source=f"{where}, one rank to one", error=_spread(sent))
+        return site.replace(device=device, links=site.links.replace(inter_node_bytes_per_s=bandwidth))
+
+
+def check_nodes(device: torch.device, dtype: str) -> NodeReport:
+    """Returns the same report on every rank. A collective call: all ranks of the default process group take part.
+
+    Args:
+        device: of this rank.
+        dtype: of the matrix products, one of fp32, bf16, fp16.
+    """
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    all_reduce = _all_reduce_bytes_per_s(device)
+    ranks = _gather((name, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))
+    names = list(dict.fromkeys(node for node, _ in ranks))
+    firsts = [next(rank for rank, (node, _) in enumerate(ranks) if node == name) for name in names]
+    sent = [rate for rates in _gather(_exchange_rates(firsts, device)) for rate in rates]
+    nodes = tuple(
+        NodeRate(
+            node=name,
+            matmul_flops_per_s=min(rate for node, rate in ranks if node == name),
+            bytes_per_s=max((rate for rank, rate in sent if rank == first), default=None),
+        )
+        for name, first in zip(names, firsts, strict=True)
+    )
+    return NodeReport(dtype=dtype, num_ranks=len(ranks), nodes=nodes, all_reduce_bytes_per_s=all_reduce)
+
+
+def record_nodes(report: NodeReport, run_directory: Path, site: Site) -> None:
+    """Writes node_check.json and measured_site.json into a run directory, and prints the names of slow nodes."""
+    report.write(run_directory / "node_check.json")
+    report.site(site).write(run_directory / "measured_site.json")
+    for line in report.slow:
+        print(f"slow node: {line}", flush=True)
+
+
+def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return None
+    tensor = torch.ones(_message_bytes(device) // 4, device=device)
+    seconds = _best_s(lambda: dist.all_reduce(tensor), device)
+    return 2 * (ranks - 1) / ranks * tensor.nbytes / max(_gather(seconds))
+
+
+def _exchange_rates(firsts: list[int], device: torch.device) -> list[tuple[int, float]]:
+    """Returns (rank, bytes/s) of the exchanges of this rank, which speaks for its node if it is one of `firsts`."""
+    rates = []
+    for pairs in _rounds(len(firsts)):
+        for a, b in pairs:
+            rank, partner = firsts[a], firsts[b]
+            if dist.get_rank() == partner:
+                rank, partner = partner, rank
+            if dist.get_rank() == rank:
+                rates.append((rank, _exchange_bytes_per_s(partner, device)))
+        dist.barrier()
+    return rates
+
+
+def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Returns the neighbours of a ring in two or three rounds, in each of which a node takes part once at most."""
+    if num_nodes < 2:
+        return []
+    ring = [(node, node + 1) for node in range(num_nodes - 1)]
+    rounds = [ring[0::2], ring[1::2]]
+    if num_nodes > 2:
+        last = (0, num_nodes - 1)
+        rounds = [*rounds, [last]] if num_nodes % 2 else [rounds[0], [*rounds[1], last]]
+    return [pairs for pairs in rounds if pairs]
+
+
+def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
+    mine = torch.ones(_message_bytes(device) // 4, device=device)
+    theirs = torch.empty_like(mine)
+
+    def exchange() -> None:
+        sends = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+        for request in dist.batch_isend_irecv(sends):
+            request.wait()
+
+    return mine.nbytes / _best_s(exchange, device)
+
+
+def _best_s(function: Callable[[], object], device: torch.device) -> float:
+    """Returns the shortest of some timed calls, after one that is not timed."""
+    best = float("inf")
+    for attempt in range(REPEATS + 1):
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _gather(value: Any) -> list[Any]:
+    """Returns the values of all ranks, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _message_bytes(device: torch.device) -> int:
+    return CPU_MESSAGE_BYTES if device.type == "cpu" else DEVICE_MESSAGE_BYTES
+
+
+def _spread(rates: list[float]) -> float:
+    median = statistics.median(rates)
+    return min(1.0, max(abs(rate - median) for rate in rates) / median)

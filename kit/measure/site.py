@@ -1,0 +1,171 @@
+"""`kit bench site`: the numbers of the machine at hand that estimates need: matrix products, memory, collectives."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import cluster
+from cluster.job import JobSpec
+from cluster.record import ConfigError
+from cluster.site import Fact, IntraNodeLink, Links, Site
+from cluster.state import last_attempt, read_state
+from kit.errors import RunError
+from kit.measure.gemm import is_settled, measure_peak, measured_site
+from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
+
+TRIAD_NUMBERS = 2**25
+"""Of each of three fp32 arrays: 128 MiB each, beyond any cache."""
+
+
+def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> Site:
+    """Returns a local site with measured peak, memory bandwidth and links; takes about 20 s.
+
+    The rates of one process while the others idle: what several processes on few cores get is less, and is what a
+    calibration on runs tells.
+
+    Args:
+        site: whose numbers are replaced.
+        num_processes: over which collectives are measured.
+        dtype: of the matrix products.
+
+    Raises:
+        ConfigError: the site is not this machine.
+    """
+    if site.scheduler != "local":
+        raise ConfigError(
+            f"site.scheduler: {site.scheduler!r} is not this machine. Measure inside a job there: "
+            f"`python -m kit.measure.collectives --out FILE` as the command of each rank."
+        )
+    site = measured_site(site, dtype)
+    rows = collectives(num_processes)
+    source = f"measured on this machine: gloo, {num_processes} processes"
+    links = tuple(
+        IntraNodeLink(num_devices=ranks, bytes_per_s=Fact(value=rate, source=source))
+        for ranks, rate in sorted(best_rates(rows).items())
+    )
+    bandwidth = Fact(value=memory_bytes_per_s(), source="measured on this machine: a = b + c on one thread")
+    return site.replace(device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links))
+
+
+def remeasure(run: Run, measure: Callable[[str], Fact] = measure_peak) -> dict[str, tuple[Fact | None, Fact]]:
+    """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old and new of each.
+
+    Raises:
+        ConfigError: the run was not trained on this machine.
+        RunError: the machine is too busy to measure a higher peak than the old one; nothing was written.
+    """
+    if run.site.scheduler != "local":
+        raise ConfigError(
+            f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot be measured here. "
+            f"Correct device.peak_flops_per_s in its site.json from the data sheet, or its plan or recipe."
+        )
+    state = read_state(run.directory)
+    if state and state.process and not state.process.is_here:
+        raise ConfigError(
+            f"{run.directory}: it was trained on {state.process.host}, which is not this machine. Measure there, or "
+            f"give the peak by hand: device.peak_flops_per_s in its site.json."
+        )
+    site, found = run.site, {}
+    for dtype in sorted({plan.precision for plan in (run.plan, *run.plans().values())}):
+        old, new = site.device.peak_flops_per_s.get(dtype), measure(dtype)
+        if not is_settled(new) and old is not None and new.value <= old.value:
+            raise RunError(
+                f"{run.directory}: this machine is too busy to measure its {dtype} peak: rounds differ by "
+                f"{new.error:.0%}, the best was {new.value / 1e9:.1f} GFLOP/s and its site.json has "
+                f"{old.value / 1e9:.1f}. Nothing was changed; try again when less runs (load average "
+                f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)."
+            )
+        site = site.with_measured_peak(dtype, new.value, new.source, new.error)
+        found[dtype] = (old, new)
+    site.write(run.directory / "site.json")
+    _tell(run, found)
+    return found
+
+
+def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
+    """Says in the run's alerts, which keep what was wrong before, that its peak is another one now."""
+    attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
+    told = [
+        f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a device: it was "
+        + ("unknown" if old is None else f"{old.value / 1e12:.3g}")
+        for dtype, (old, new) in found.items()
+    ]
+    AlertLog(run.directory / "alerts.jsonl").add(
+        [
+            Alert(kind="peak", level="warning", message=message, attempt=attempt, step=step, time=time.time())
+            for message in told
+        ]
+    )
+
+
+def to_toml(site: Site) -> str:
+    """Returns the measured numbers of a site as a site file laid over `laptop`: a start for one of your own."""
+
+    def fact(name: str, value: Fact) -> str:
+        error = "" if value.error is None else f", error = {value.error:.2g}"
+        return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
+
+    lines = [f'base = "laptop"\nname = {json.dumps(site.name)}', "", "[device]"]
+    if site.device.memory_bytes_per_s:
+        lines.append(fact("memory_bytes_per_s", site.device.memory_bytes_per_s))
+    lines += ["", "[device.peak_flops_per_s]"]
+    lines += [fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()]
+    for link in site.links.intra_node:
+        lines += [
+            "",
+            "[[links.intra_node]]",
+            f"num_devices = {link.num_devices}",
+            fact("bytes_per_s", link.bytes_per_s),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def collectives(num_processes: int) -> list[dict]:
+    """Returns the rows of `kit.measure.collectives` over processes of this machine.
+
+    Raises:
+        RuntimeError: a process failed; with its last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
+        out = Path(folder) / "collectives.json"
+        argv = (sys.executable, "-m", "kit.measure.collectives", "--out", str(out))
+        job = cluster.local.submit(
+            JobSpec(name="collectives", run_dir=f"{folder}/job", argv=argv, num_processes=num_processes)
+        )
+        status = job.wait(300)
+        if status.state != "done":
+            raise RuntimeError(f"collectives: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")
+        return json.loads(out.read_text())
+
+
+def best_rates(rows: list[dict]) -> dict[int, float]:
+    """Returns the highest all-reduce bus rate in bytes/s, by number of ranks."""
+    rates: dict[int, float] = {}
+    for row in rows:
+        if row["operation"] == "all_reduce":
+            rates[row["ranks"]] = max(row["bus_bytes_per_s"], rates.get(row["ranks"], 0.0))
+    return rates
+
+
+def memory_bytes_per_s(seconds: float = 1.0) -> float:
+    """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one thread."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        b, c = torch.ones(TRIAD_NUMBERS), torch.ones(TRIAD_NUMBERS)
+        a = torch.empty_like(b)
+        best, end = float("inf"), time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.add(b, c, out=a)
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return 12 * TRIAD_NUMBERS / best

@@ -1,0 +1,292 @@
+"""One decoder for the GPT and Llama families: a plain nn.Module that knows nothing of parallelism.
+
+Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size, F feed-forward,
+V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller N, K, F, V; so head counts are read
+from tensors, not from the spec.
+"""
+
+import dataclasses
+import hashlib
+import math
+from functools import partial
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from kit.model.cross_entropy import chunked_cross_entropy
+from kit.model.key_value_cache import KeyValueCache
+from kit.plan import Recompute
+from kit.spec import ModelSpec
+
+TENSOR_PARALLEL_SPLIT = {
+    "embedding.tokens": "vocabulary",
+    "attention.query": "column",
+    "attention.key": "column",
+    "attention.value": "column",
+    "attention.output": "row",
+    "feed_forward.gate": "column",
+    "feed_forward.up": "column",
+    "feed_forward.down": "row",
+    "output": "column",
+}
+"""How tensor parallelism cuts each matrix: `column` and `vocabulary` cut the output features or the vocabulary (rows
+of the stored weight), `row` cuts the input features (its columns). Weights that are not named stay whole."""
+
+MATMULS_AND_ATTENTION = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Results that selective recomputation keeps: the expensive ones. All else in a block is computed again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+    """What tokens may look at when that is not simply all earlier tokens of their row, for scoring and generation."""
+
+    positions_BT: Tensor
+    mask_BTS: Tensor  # True where a token may look: S tokens of the row, or of the cache
+    cache: KeyValueCache | None = None
+
+    @classmethod
+    def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
+        """Returns the view of new tokens at these positions: each sees the cache up to itself."""
+        slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
+        return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
+
+
+class Embedding(nn.Module):
+    """Token embedding plus, where the spec has them, learned positions."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        learned = spec.positions == "learned"
+        self.positions = nn.Embedding(spec.sequence_length, spec.hidden_size) if learned else None
+
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+        x_BTH = self.tokens(tokens_BT)
+        if self.positions is not None:
+            if positions_BT is None:
+                positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            x_BTH = x_BTH + self.positions(positions_BT)
+        return x_BTH
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads and, for rotary specs, rotated queries and keys."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=spec.bias)
+        self.head_size = spec.head_size
+        self.query = linear(spec.hidden_size, spec.hidden_size)
+        self.key = linear(spec.hidden_size, spec.num_kv_heads * spec.head_size)
+        self.value = linear(spec.hidden_size, spec.num_kv_heads * spec.head_size)
+        self.output = linear(spec.hidden_size, spec.hidden_size)
+
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+        heads = (*x_BTH.shape[:2], -1, self.head_size)
+        q_BNTD = self.query(x_BTH).view(heads).transpose(1, 2)
+        k_BKTD = self.key(x_BTH).view(heads).transpose(1, 2)
+        v_BKTD = self.value(x_BTH).view(heads).transpose(1, 2)
+        if rotary_2TD is not None:
+            q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
+        mask_B1TS = None
+        if past is not None:
+            mask_B1TS = past.mask_BTS[:, None]
+            if past.cache is not None:
+                k_BKTD, v_BKTD = past.cache.update(self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1])
+        grouped = q_BNTD.shape[1] != k_BKTD.shape[1]
+        y_BNTD = F.scaled_dot_product_attention(
+            q_BNTD, k_BKTD, v_BKTD, attn_mask=mask_B1TS, is_causal=past is None, enable_gqa=grouped
+        )
+        return self.output(y_BNTD.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """down(act(up(x))), or down(silu(gate(x)) * up(x)) where gated."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        linear = partial(nn.Linear, bias=spec.bias)
+        self.activation = spec.activation
+        self.gate = linear(spec.hidden_size, spec.ffn_hidden_size) if spec.gated else None
+        self.up = linear(spec.hidden_size, spec.ffn_hidden_size)
+        self.down = linear(spec.ffn_hidden_size, spec.hidden_size)
+
+    def forward(self, x_BTH: Tensor) -> Tensor:
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x_BTH)) * self.up(x_BTH))
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.down(F.gelu(self.up(x_BTH), approximate=approximate))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, spec: ModelSpec, recompute: Recompute) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(spec)
+        self.attention = Attention(spec)
+        self.feed_forward_norm = make_norm(spec)
+        self.feed_forward = FeedForward(spec)
+        self.recompute = recompute
+
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return self._forward(x_BTH, rotary_2TD, past)
+        context = partial(create_selective_checkpoint_contexts, _selective_policy)
+        if self.recompute == "full":
+            context = noop_context_fn
+        return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, context_fn=context)
+
+    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+        x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD, past=past)
+        return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
+
+
+class Decoder(nn.Module):
+    """A decoder, or the consecutive part of one that a pipeline stage holds.
+
+    Args:
+        spec: the whole model.
+        layers: which blocks to hold (default all). The embedding comes with the first block, the final norm and the
+            output projection with the last. Blocks keep their global number as name, so weights are named alike
+            however the model is cut.
+        recompute: which activations are computed again in the backward pass.
+
+    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or x_BTH. Given
+    targets_BT too, the last part returns their mean loss in nats, and never has all logits; it must not be cut.
+    """
+
+    def __init__(self, spec: ModelSpec, *, layers: range | None = None, recompute: Recompute = "none") -> None:
+        super().__init__()
+        layers = range(spec.num_layers) if layers is None else layers
+        first, last = layers.start == 0, layers.stop == spec.num_layers
+        self.spec = spec
+        self.embedding = Embedding(spec) if first else None
+        self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
+        self.norm = make_norm(spec) if last else None
+        self.output = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) if last else None
+        self._rotary_2TD: Tensor | None = None
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the output projection share the embedding's weight, where the spec says so and both are here."""
+        if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
+            self.output.weight = self.embedding.tokens.weight
+
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        x = self.hidden(x)
+        if self.output is None:
+            return x
+        if targets_BT is None:
+            return self.output(x)
+        return chunked_cross_entropy(x.flatten(0, 1), self.output.weight, targets_BT.flatten())
+
+    def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
+        """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
+
+        For those who need the logits of a few places only: logits of all are most of the memory of an evaluation.
+        """
+        # Sequence parallelism cuts what stages hand on, so only the first stage could see the true length; all
+        # stages run at the spec's length in training, and evaluation holds the whole model.
+        length = x.shape[1] if self.embedding is not None and past is None else self.spec.sequence_length
+        rotary_2TD = self.rotary(length, x.device)
+        if past is not None and rotary_2TD is not None:
+            rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
+        if self.embedding is not None:
+            x = self.embedding(x, None if past is None else past.positions_BT)
+        for block in self.layers.values():
+            x = block(x, rotary_2TD, past)
+        return x if self.norm is None else self.norm(x)
+
+    def rotary(self, length: int, device: torch.device) -> Tensor | None:
+        """Returns the rotary table of `length` positions, kept from call to call, or None for learned positions."""
+        if self.spec.positions != "rotary":
+            return None
+        table = self._rotary_2TD
+        if table is None or table.shape[1] < length or table.device != device:
+            table = self._rotary_2TD = rotary_table(self.spec, max(length, self.spec.sequence_length), device)
+        return table[:, :length]
+
+
+def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
+    """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
+
+    Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when needed, so
+    that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864).
+    """
+    # In this order of operations, so that long sequences get transformers' numbers to the last bit.
+    exponent_D = torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
+    frequency_D = 1.0 / spec.rope_theta**exponent_D
+    angle_TD = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
+    return torch.stack((angle_TD.cos(), angle_TD.sin()))
+
+
+def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
+    """Returns x with each pair (i, i + D/2) turned by its position's angle, computed in fp32, in x's dtype."""
+    cos_TD, sin_TD = rotary_2TD
+    x = x_BNTD.float()
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos_TD + torch.cat((-right, left), dim=-1) * sin_TD).to(x_BNTD.dtype)
+
+
+def initial_weight(spec: ModelSpec, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+    """Returns the initial value of one whole parameter, fp32, from its global name and the seed alone.
+
+    So every layout starts from the same model. Norm weights are 1, biases 0, matrices normal with `spec.init_std`;
+    with `scaled_init`, matrices that write to the residual stream are divided by sqrt(2 L) (GPT-2, HLAT).
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, device=device)
+    if name.endswith(".bias"):
+        return torch.zeros(shape, device=device)
+    if spec.tied_embeddings and name == "output.weight":
+        name = "embedding.tokens.weight"
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+    writes_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+    std = spec.init_std / math.sqrt(2 * spec.num_layers) if spec.scaled_init and writes_residual else spec.init_std
+    return torch.randn(shape, generator=generator, device=device).mul_(std)
+
+
+def empty_decoder(spec: ModelSpec, *, recompute: Recompute = "none") -> Decoder:
+    """Returns a whole decoder on the CPU in fp32 whose weights are still to be filled."""
+    with torch.device("meta"):
+        decoder = Decoder(spec, recompute=recompute)
+    decoder.to_empty(device="cpu")
+    decoder.tie()
+    return decoder
+
+
+def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "none") -> Decoder:
+    """Returns a whole decoder on the CPU in fp32, initialised from `seed`."""
+    decoder = empty_decoder(spec, recompute=recompute)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(initial_weight(spec, name, parameter.shape, seed, parameter.device))
+    return decoder
+
+
+def make_norm(spec: ModelSpec) -> nn.Module:
+    """Returns the normalisation that the spec names."""
+    kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
+    return kind(spec.hidden_size, eps=spec.norm_eps)
+
+
+def _selective_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in MATMULS_AND_ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE

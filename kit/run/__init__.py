@@ -1,0 +1,161 @@
+"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports torch only for a model.
+
+spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json: the plan of each attempt)
+job.json submit.sh env.json                   how it was started, and with which versions
+state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
+metrics.jsonl checkpoints/ eval/              what came out
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import cluster
+from cluster.record import Record, html_table, write_atomic
+from cluster.site import Site
+from kit.errors import RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run.checkpoint import Checkpoints
+from kit.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from kit.data import Dataset
+    from kit.model import Decoder
+    from kit.run.metrics import Metrics
+
+
+POLICY = ("on_nan", "on_spike", "hung_after_s")
+"""Fields of a recipe that may change when a run is resumed, beside num_steps: they do not change a step."""
+
+
+class Run:
+    """One training run, as recorded in its directory. Open one with `open`; `kit.launch` makes one."""
+
+    def __init__(self, directory: Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> None:
+        self.directory = directory
+        self.spec, self.plan, self.recipe, self.site = spec, plan, recipe, site
+        self.checkpoints = Checkpoints(directory / "checkpoints")
+
+    @classmethod
+    def prepare(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
+        """Returns a run for a new directory, or for one of the same model that may go on otherwise; writes nothing.
+
+        Raises:
+            RunError: the directory holds something else, or a run of another model or recipe.
+            ConfigError: the plan cannot run the model.
+        """
+        plan.check(spec)
+        directory = Path(directory).expanduser().resolve()
+        if (directory / "spec.json").exists():
+            _check_same_run(cls.open(directory), spec, recipe)
+        elif directory.is_dir() and any(directory.iterdir()):
+            raise RunError(f"{directory} exists and is not a run directory. Give a new or empty directory.")
+        return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+
+    @classmethod
+    def create(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
+        """Returns a run whose directory holds what it was asked for; arguments and errors as in `prepare`."""
+        run = cls.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        run.directory.mkdir(parents=True, exist_ok=True)
+        for name, text in run.asked().items():
+            write_atomic(run.directory / name, text)
+        return run
+
+    def asked(self) -> dict[str, str]:
+        """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there."""
+        records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
+        return {f"{name}.json": record.to_json() for name, record in records.items()}
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Self:
+        """Returns the run in a directory.
+
+        Raises:
+            RunError: there is none.
+        """
+        directory = Path(directory).expanduser().resolve()
+        if not (directory / "spec.json").exists():
+            raise RunError(f"{directory} is not a run directory (no spec.json). Make one with `kit launch`.")
+        return cls(
+            directory,
+            spec=ModelSpec.read(directory / "spec.json"),
+            plan=Plan.read(directory / "plan.json"),
+            recipe=Recipe.read(directory / "recipe.json"),
+            site=Site.read(directory / "site.json"),
+        )
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.directory.name
+
+    @property
+    def job(self) -> "cluster.Job":
+        """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`, `.wait()`."""
+        return cluster.Job.attach(self.directory)
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether it was made from another trainer's log: its job, checkpoints and disk are elsewhere."""
+        return (self.directory / "import.json").exists()
+
+    def plans(self) -> dict[int, Plan]:
+        """Returns the plan of each attempt that has started."""
+        found = {}
+        for file in sorted(self.directory.glob("plan.attempt_*.json")):
+            match = re.fullmatch(r"plan\.attempt_(\d+)\.json", file.name)
+            if match:
+                found[int(match[1])] = Plan.read(file)
+        return found
+
+    def metrics(self) -> "Metrics":
+        """Returns the steps recorded so far."""
+        from kit.run.metrics import Metrics
+
+        return Metrics.read(self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site)
+
+    def dataset(self) -> "Dataset":
+        """Returns the token files that the run reads."""
+        from kit.data import Dataset
+
+        return Dataset.open(Path(self.recipe.data))
+
+    def load_model(self, step: int | None = None) -> "Decoder":
+        """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in evaluation mode.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or none at that step.
+        """
+        from kit.model import empty_decoder
+
+        step = self.checkpoints.newest() if step is None else step
+        if self.checkpoints.manifest(step).plan.engine == "neuron":
+            from kit.convert.neuron import import_nxd
+
+            return import_nxd(self.checkpoints.path(step), self.spec)
+        decoder = empty_decoder(self.spec)
+        state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+        self.checkpoints.load(step, state, spec=self.spec, distributed=False)
+        return decoder.eval()
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("directory", self.directory),
+            ("model", f"{self.spec.name}, {self.spec.num_params:,} parameters"),
+            ("devices", self.plan.num_devices),
+            ("steps recorded", self.metrics().summary()["step"]),
+            ("checkpoints", ", ".join(map(str, self.checkpoints.steps())) or "none"),
+        ]
+        return html_table(f"Run {self.name}", rows)
+
+
+def _check_same_run(old: Run, spec: ModelSpec, recipe: Recipe) -> None:
+    for name, new in (("spec", spec), ("recipe", recipe)):
+        saved, wanted = getattr(old, name).to_dict(), new.to_dict()
+        for key, value in wanted.items():
+            if saved[key] != value and (name, key) != ("recipe", "num_steps") and key not in POLICY:
+                raise RunError(
+                    f"{old.directory} is a run with {name}.{key} = {saved[key]!r}, not {value!r}. "
+                    f"Use another directory, or resume it with its own {name}."
+                )

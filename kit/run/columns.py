@@ -1,0 +1,259 @@
+"""Columns: metrics.jsonl as NumPy columns that grow with the file, and a cache so that a long run opens at once.
+
+The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did after its first. Only
+new bytes are read each time. A torn last line waits for its end; a file that was cut or replaced is read afresh.
+"""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kit.run.metrics import COLUMNS, OPTIONAL_COLUMNS
+
+NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
+CHUNK_BYTES = 8 * 2**20
+FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
+FINGERPRINT_BYTES = 256
+CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
+CACHE_VERSION = 1
+
+
+class Columns:
+    """The steps of a metrics file, each once, by step; `columns["loss"]` is float64, NaN where a line has none.
+
+    Attributes:
+        revision: changes whenever rows that were there before have changed (a new attempt, a replaced file).
+        skipped_lines: torn or foreign lines so far.
+        first_steps: first step of each attempt.
+        position: bytes read so far.
+    """
+
+    def __init__(self, file: Path, cache: Path | None = None) -> None:
+        self.file, self.cache = file, cache
+        self.revision, self._cached_rows = 0, -1
+        self._reset()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._data[NAMES.index(name), : self._rows]
+
+    def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
+        """Reads what was added since the last time, at most `limit_bytes`; returns whether there is more to read."""
+        self.load_cache()
+        try:
+            with self.file.open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                if size == self.position:
+                    return False
+                if size < self.position or not self._same_file(stream):
+                    self._reset()
+                stream.seek(self.position)
+                text = stream.read(limit_bytes)
+        except OSError:  # not there yet, or the run directory was removed while watched: what was read stays
+            return False
+        end = text.rfind(b"\n") + 1
+        if not end and len(text) < limit_bytes:
+            return False  # a line that is being written
+        whole = text[:end] if end else text
+        rows, skipped = parse_lines(whole)
+        self.skipped_lines += skipped
+        self._append(rows)
+        self.position += len(whole)
+        self._tail = (self._tail + whole)[-FINGERPRINT_BYTES:]
+        return self.position < size and bool(end)
+
+    def read_all(self) -> "Columns":
+        """Reads everything that is there, and returns itself."""
+        while self.poll():
+            pass
+        return self
+
+    def save_cache(self) -> bool:
+        """Writes the cache where it is worth it and possible; returns whether it did."""
+        if self.cache is None or len(self) < CACHE_FROM_ROWS or len(self) < 1.2 * self._cached_rows:
+            return False
+        header = {
+            "version": CACHE_VERSION, "names": NAMES, "rows": len(self), "position": self.position,
+            "tail": self._tail.hex(), "skipped_lines": self.skipped_lines,
+            "first_steps": list(self.first_steps.items()),
+        }  # fmt: skip
+        temporary = self.cache.with_name(f".{self.cache.name}.{os.getpid()}")
+        try:
+            self.cache.parent.mkdir(exist_ok=True)
+            with temporary.open("wb") as stream:
+                stream.write(json.dumps(header).encode() + b"\n")
+                self._data[:, : len(self)].tofile(stream)
+            os.replace(temporary, self.cache)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            return False
+        self._cached_rows = len(self)
+        return True
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much of the file waits to be read."""
+        try:
+            return max(0, self.file.stat().st_size - self.position)
+        except OSError:
+            return 0
+
+    def load_cache(self) -> None:
+        """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
+        if self._cached_rows >= 0:
+            return
+        self._read_cache()
+        self._cached_rows = len(self)
+
+    def _read_cache(self) -> None:
+        if self.cache is None:
+            return
+        try:
+            with self.cache.open("rb") as stream:
+                header = json.loads(stream.readline(65536))
+                if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
+                    return
+                rows, start = int(header["rows"]), stream.tell()
+                if rows < 0 or stream.seek(0, os.SEEK_END) - start != 8 * rows * len(NAMES):
+                    return  # cut short, or not ours
+                stream.seek(start)
+                data = np.empty((len(NAMES), rows + max(1024, rows // 8)))
+                for column in data[:, :rows]:
+                    stream.readinto(memoryview(column).cast("B"))
+            self.position, self._tail = int(header["position"]), bytes.fromhex(header["tail"])
+            with self.file.open("rb") as stream:
+                if stream.seek(0, os.SEEK_END) < self.position or not self._same_file(stream):
+                    return self._reset()
+            self.skipped_lines = int(header["skipped_lines"])
+            self.first_steps = {int(attempt): int(step) for attempt, step in header["first_steps"]}
+            self._data, self._rows = data, rows
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ):  # none, torn, or of another version: read the file itself
+            self._reset()
+
+    def _same_file(self, stream: Any) -> bool:
+        stream.seek(self.position - len(self._tail))
+        return stream.read(len(self._tail)) == self._tail
+
+    def _reset(self) -> None:
+        self._data, self._rows = np.empty((len(NAMES), 1024)), 0
+        self.position, self._tail, self.skipped_lines = 0, b"", 0
+        self.first_steps: dict[int, int] = {}
+        self.revision += 1
+
+    def _append(self, rows: np.ndarray) -> None:
+        """Adds parsed rows, [names, n], in the order of the file."""
+        if not rows.shape[1]:
+            return
+        for attempt in np.unique(rows[1]):
+            first = int(rows[0, rows[1] == attempt].min())
+            self.first_steps[int(attempt)] = min(first, self.first_steps.get(int(attempt), first))
+        last = self._data[:2, self._rows - 1 : self._rows]
+        steps, attempts = np.hstack([last, rows[:2]])
+        if np.all(np.diff(steps) > 0) and np.all(np.diff(attempts) >= 0):
+            self._put(self._rows, rows)
+            return
+        start = int(np.searchsorted(self["step"], rows[0].min()))
+        self.revision += start < self._rows
+        self._put(start, supersede(np.hstack([self._data[:, start : self._rows], rows]), self.first_steps))
+
+    def _put(self, start: int, rows: np.ndarray) -> None:
+        needed = start + rows.shape[1]
+        if needed > self._data.shape[1]:
+            larger = np.empty((len(NAMES), max(needed, 2 * self._data.shape[1])))
+            larger[:, :start] = self._data[:, :start]
+            self._data = larger
+        self._data[:, start:needed] = rows
+        self._rows = needed
+
+
+def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
+    """Returns rows, [names, n], by step, each step once: without an attempt's steps from the first of a newer one on.
+
+    Args:
+        rows: step and attempt are the first two; in the order of the file, of which the later of two equals counts.
+        first_steps: first step of each attempt.
+    """
+    attempts = sorted(first_steps)
+    firsts = [float(first_steps[attempt]) for attempt in attempts]
+    bounds = np.append(np.minimum.accumulate(firsts[::-1])[::-1][1:], np.inf)  # of all newer attempts
+    rows = rows[:, rows[0] < bounds[np.searchsorted(attempts, rows[1])]]
+    order = np.argsort(rows[0], kind="stable")
+    steps = rows[0, order]
+    is_last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
+    return rows[:, order[is_last]]
+
+
+def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
+    """Returns the values of whole lines, [names, n], and how many lines were torn or foreign."""
+    rows = None
+    if len(text) >= FAST_FROM_BYTES:
+        rows = _parse_fast(text)
+        if rows is None and b": NaN" in text:  # which is not JSON, and costs nothing
+            rows = _parse_fast(text.replace(b": NaN", b": null"))
+    return _parse_slowly(text) if rows is None else rows  # a lost line costs its own chunk only
+
+
+def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
+    """Returns what `parse_lines` does, or None if any line is not one flat JSON object with numbers of ours."""
+    import pyarrow
+    import pyarrow.json
+
+    schema = pyarrow.schema([(name, pyarrow.float64()) for name in NAMES])
+    try:
+        table = pyarrow.json.read_json(
+            pyarrow.BufferReader(text),
+            read_options=pyarrow.json.ReadOptions(block_size=FAST_BLOCK_BYTES),
+            parse_options=pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+    except pyarrow.ArrowException:
+        return None
+    if table.num_rows != text.count(b"\n"):
+        return None
+    rows = np.stack([np.concatenate([_floats(chunk) for chunk in table.column(name).chunks]) for name in NAMES])
+    ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)  # NaN is not
+    rows[:2] = np.trunc(rows[:2])
+    return (rows, 0) if ours.all() else (rows[:, ours], int(np.sum(~ours)))
+
+
+def _floats(array: Any) -> np.ndarray:
+    """Returns an Arrow array of float64, NaN for null. Its own `to_numpy` would import pandas, which takes a second."""
+    valid, values = array.buffers()
+    part = slice(array.offset, array.offset + len(array))
+    result = np.frombuffer(values, np.float64)[part]
+    if array.null_count:
+        known = np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[part]
+        result = np.where(known, result, np.nan)
+    return result
+
+
+def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:
+    rows, skipped = [], 0
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+            if not max(abs(int(row["step"])), abs(int(row["attempt"]))) < 2**53:
+                raise ValueError("not a step")
+            rows.append(
+                [float(int(row["step"])), float(int(row["attempt"])), *(_number(row.get(n)) for n in NAMES[2:])]
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            skipped += 1
+    return np.array(rows, dtype=float).reshape(-1, len(NAMES)).T, skipped
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")

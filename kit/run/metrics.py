@@ -1,0 +1,173 @@
+"""Metrics: what `metrics.jsonl` says, with tokens/s, MFU and HFU derived from spec, plan and site. No torch."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.site import Site
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
+
+OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
+
+MAX_ABOVE_PEAK = 0.05
+"""Share of a run's steps that may look faster than the peak before it is the peak that is not believed."""
+
+
+class MetricsWriter:
+    """Appends one line per optimizer step to `metrics.jsonl`."""
+
+    def __init__(self, file: Path) -> None:
+        self.stream = file.open("a")
+        if _is_torn(file):  # a killed attempt's half line must not swallow our first one
+            self.stream.write("\n")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Writes one step, visible to readers at once."""
+        self.stream.write(json.dumps(row) + "\n")
+        self.stream.flush()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """The steps of a run, oldest first, each once: a newer attempt's steps replace what an older one did after it."""
+
+    columns: dict[str, np.ndarray]
+    spec: ModelSpec
+    plans: dict[int, Plan]
+    site: Site
+    skipped_lines: int
+
+    @classmethod
+    def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
+        """Returns the metrics in a `metrics.jsonl`; torn or foreign lines are skipped and counted.
+
+        Args:
+            file: may be absent (no steps yet).
+            spec: the model.
+            plans: the plan of each attempt.
+            site: where it runs; its peak makes MFU.
+        """
+        from kit.run.columns import Columns  # here, since columns have the names that this module lists
+
+        read = Columns(file).read_all()
+        names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
+        columns = {name: read[name] for name in names}
+        for name in ("step", "attempt", "tokens"):
+            columns[name] = _whole(columns[name])
+        return cls(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=read.skipped_lines)
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.columns[name]
+
+    @property
+    def tokens_per_s(self) -> np.ndarray:
+        """Tokens per second of each step, over all devices."""
+        with np.errstate(all="ignore"):
+            return self["tokens"] / self["step_time_s"]
+
+    @property
+    def total_tokens(self) -> np.ndarray:
+        """Tokens seen at the end of each step."""
+        return np.cumsum(self["tokens"])
+
+    def mfu(self) -> np.ndarray | None:
+        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None where there is none.
+
+        There is none for an unknown peak, nor for one that the run goes beyond: see `why_no_mfu`. Of a believable peak,
+        a single step above it (a clock was set, a line was damaged) is NaN.
+        """
+        return self._believable(0)
+
+    def hfu(self) -> np.ndarray | None:
+        """Returns the same with recomputed FLOPs counted; None and NaN as in `mfu`."""
+        return self._believable(1)
+
+    @property
+    def why_no_mfu(self) -> str | None:
+        """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they are known."""
+        both = self._utilisations()
+        if both is None:
+            return "peak unknown"
+        known = both[1][np.isfinite(both[1])]
+        return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
+
+    def _believable(self, which: int) -> np.ndarray | None:
+        both = self._utilisations()
+        if both is None or self.why_no_mfu:
+            return None
+        return np.where(both[which] > 1, np.nan, both[which])
+
+    def _utilisations(self) -> np.ndarray | None:
+        """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
+        rates = np.full((2, len(self)), np.nan)
+        for attempt, plan in self.plans.items():
+            found = utilisation_rates(self.spec, plan, self.site)
+            if found is None:
+                return None
+            rates[:, self["attempt"] == attempt] = np.array(found)[:, None]
+        with np.errstate(all="ignore"):
+            return rates * self.tokens_per_s
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the last step in plain numbers, speeds as the median of the last 20 steps.
+
+        A loss or gradient norm that was not finite stays what it was; None is what was never recorded, or is not known.
+        """
+        if not len(self):
+            return {"step": 0}
+        mfu, recent = self.mfu(), slice(-20, None)
+        return {
+            "step": int(self["step"][-1]),
+            "tokens": int(self.total_tokens[-1]),
+            "loss": float(self["loss"][-1]),
+            "grad_norm": None if np.isnan(self["grad_norm"]).all() else float(self["grad_norm"][-1]),
+            "step_time_s": median(self["step_time_s"][recent]),
+            "tokens_per_s": median(self.tokens_per_s[recent]),
+            "mfu": None if mfu is None else median(mfu[recent]),
+            "attempt": int(self["attempt"][-1]),
+        }
+
+
+def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site) -> tuple[float, float] | None:
+    """Returns MFU and HFU at one token per second, to which both are proportional; None for an unknown peak."""
+    peak, devices = site.peak_flops_per_s(plan.precision), plan.num_devices
+    if peak is None:
+        return None
+    if site.scheduler == "local":  # more processes than cores share the cores
+        devices = min(devices, site.devices_per_node)
+    return spec.flops_per_token() / (peak * devices), spec.hardware_flops_per_token(plan.recompute) / (peak * devices)
+
+
+def refutes_peak(above: int, known: int) -> bool:
+    """Returns whether a peak is too low to be true: `above` of `known` steps computed faster than that."""
+    return above > MAX_ABOVE_PEAK * known
+
+
+def median(values: np.ndarray) -> float | None:
+    """Returns the median of the finite values, None where there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else None
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    """Returns recorded counts as int64, 0 where there is none that could be one."""
+    return np.where(np.abs(values) < 2.0**53, values, 0).astype(np.int64)
+
+
+def _is_torn(file: Path) -> bool:
+    """Returns whether a file ends in the middle of a line; of a long one only the end is read."""
+    with file.open("rb") as stream:
+        if not stream.seek(0, os.SEEK_END):
+            return False
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"

@@ -1,0 +1,1 @@
+"""How things look: figures in one style, tables, the terminal."""

@@ -1,0 +1,48 @@
+"""A table from rows, with its caption and notes: HTML in a notebook, aligned text elsewhere."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kit.show.style import notes_html
+
+
+class Table:
+    """Rows shown as a table in a notebook, and as aligned text elsewhere. Whole numbers get thousands separators."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], caption: str = "", notes: Sequence[str] = ()) -> None:
+        self.rows, self.caption, self.notes = rows, caption, tuple(notes)
+        self.columns = list(dict.fromkeys(name for row in rows for name in row))
+        self.cells = [[_show(row.get(column)) for column in self.columns] for row in rows]
+        self.runs: frozenset[str] = frozenset()
+        self.left_out: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        columns = zip(*self.cells, strict=True)
+        numbers = [all(not cell or cell[0].isdigit() or cell[0] in "-+" for cell in column) for column in columns]
+        sides = ["right" if number else "left" for number in numbers]
+        body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in self.cells)
+        caption = f"<caption style='text-align:left'>{html.escape(self.caption)}</caption>" if self.caption else ""
+        head = _html_cells("th", self.columns, sides)
+        table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return table + notes_html(self.notes, self.left_out)
+
+    def __repr__(self) -> str:
+        lines = [self.columns, *self.cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([self.caption, *text]).strip()
+
+
+def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
+    pairs = zip(cells, sides, strict=True)
+    return "".join(f"<{tag} style='text-align:{side}'>{html.escape(cell)}</{tag}>" for cell, side in pairs)
+
+
+def _show(value: Any) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

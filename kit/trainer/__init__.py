@@ -1,0 +1,1 @@
+"""One rank's training loop and all that keeps it alive."""

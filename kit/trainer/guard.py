@@ -1,0 +1,89 @@
+"""What a run does about a loss or gradient that is not finite, and about a loss spike: as its recipe says.
+
+stop        nothing is written after the bad step; the newest checkpoint is from before it
+skip        the update is dropped, the next batch follows (native engine)
+roll_back   weights and optimizer go back to the newest checkpoint, the data since is left out (native engine)
+
+Steps count on in each case: every step reads a batch of its own and has its line in the metrics, with the number of
+dropped updates in `skipped`. AdamW counts the updates that it keeps, step - skipped. Rolling back and leaving out
+data is what PaLM did (arXiv 2204.02311, section 5.1). No torch.
+"""
+
+import math
+import statistics
+from typing import Literal
+
+from kit.errors import ConfigError, RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.trainer.spikes import WINDOW, stands_out
+
+PATIENCE = 10
+"""Bad steps in a row after which skipping and rolling back have led nowhere."""
+
+Answer = Literal["go on", "stop", "skip", "roll_back"]
+
+
+class Guard:
+    """Judges each step of one attempt, the same way on every rank.
+
+    Attributes:
+        recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first.
+        skipped: steps so far whose update was dropped.
+        judges_before_update: whether the engine must ask before it applies an update.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        """Raises ConfigError if the plan's engine cannot do what the recipe asks for."""
+        check_guard(recipe, plan)
+        self.recipe = recipe
+        # In fp16 a gradient that overflows is the engine's sign to lower the loss scale: it skips that step itself.
+        self.judged = ("loss",) if plan.precision == "fp16" else ("loss", "gradient norm")
+        self.recent: tuple[float, ...] = ()
+        self.skipped, self.bad_in_a_row = 0, 0
+        self.judges_before_update = "skip" in (recipe.on_nan, recipe.on_spike)
+
+    def judge(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
+        """Returns what to do about a step, and what is wrong with it in words; it changes nothing."""
+        for name, value in zip(("loss", "gradient norm"), (loss, grad_norm), strict=True):
+            if name in self.judged and not math.isfinite(value):
+                return self.recipe.on_nan, f"the {name} is {value}"
+        if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
+            before = statistics.median(self.recent)
+            return self.recipe.on_spike, f"the loss of {loss:.4g} is a spike (median before {before:.4g})"
+        return "go on", ""
+
+    def note(self, answer: Answer, what: str, loss: float) -> None:
+        """Takes a judged step into account.
+
+        Raises:
+            RunError: as many steps in a row were bad that more of the same answer leads nowhere.
+        """
+        if math.isfinite(loss):
+            self.recent = (*self.recent, loss)[-WINDOW:]
+        if answer == "go on":
+            self.bad_in_a_row = 0
+            return
+        self.bad_in_a_row += 1
+        if self.bad_in_a_row >= PATIENCE:
+            raise RunError(
+                f"{self.bad_in_a_row} bad steps in a row, the last because {what}: {answer} leads nowhere. The newest "
+                f"checkpoint is from before them or holds none of their updates. Lower recipe.learning_rate, or look "
+                f"at the data."
+            )
+
+
+def check_guard(recipe: Recipe, plan: Plan) -> None:
+    """Returns nothing if the plan's engine can do what the recipe asks for.
+
+    Raises:
+        ConfigError: it applies an update before anyone can look at it, or cannot be loaded twice.
+    """
+    for name in ("on_nan", "on_spike"):
+        value = getattr(recipe, name)
+        if plan.engine != "native" and value in ("skip", "roll_back"):
+            allowed = "'stop'" if name == "on_nan" else "'ignore' or 'stop'"
+            raise ConfigError(
+                f"recipe.{name}: {value!r} is not allowed with plan.engine {plan.engine!r}, whose step cannot be taken "
+                f"back. Give {allowed}, or plan.engine 'native'."
+            )

@@ -1,0 +1,185 @@
+"""What keeps a run's progress safe: all ranks verify the checkpoint that it goes on from, and answer bad steps alike.
+
+A damaged checkpoint is kept aside and the one before is used. What to do about a bad step is the recipe's choice
+(`kit.trainer.guard`); here all ranks agree on it and do it.
+"""
+
+import sys
+import time
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from cluster.state import read_state, record_event
+from kit.engines import Engine
+from kit.errors import CheckpointError, RunError
+from kit.run import Run
+from kit.run.checkpoint import Checkpoints, Manifest
+from kit.trainer.checkpoints import EngineCheckpoints
+from kit.trainer.guard import Answer, Guard
+
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
+
+
+class Recovery:
+    """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it at the same steps.
+
+    Attributes:
+        notice: the last thing that people should know, empty if nothing happened.
+    """
+
+    def __init__(self, run: Run, *, attempt: int, group: Any) -> None:
+        """Raises ConfigError if the recipe asks for what the plan's engine cannot do."""
+        self.run, self.attempt, self.group = run, attempt, group
+        self.guard = Guard(run.recipe, run.plan)
+        self.is_first = dist.get_rank() == 0
+        self.notice = ""
+        self.verdict: tuple[Answer, str] | None = None
+
+    def newest_sound(self) -> int | None:
+        """Returns the step to go on from, None for the beginning, and tells of damaged checkpoints; errors as there."""
+        step, notice = newest_sound(self.run.checkpoints, attempt=self.attempt, group=self.group)
+        if notice:
+            self._tell("checkpoint", notice, step or 0)
+        return step
+
+    def take(self, manifest: Manifest) -> None:
+        """Goes on as the attempt that wrote a checkpoint would have."""
+        self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
+
+    def watch(self, engine: Engine) -> None:
+        """Makes an engine ask before each update, where the recipe wants to be able to drop it."""
+        if self.guard.judges_before_update:
+            engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as the guard checked
+
+    def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
+        """Answers a step, given its line for the metrics, which gets `skipped`: the updates that were dropped.
+
+        Raises:
+            RunError: the recipe's answer is to stop, or another has led nowhere.
+        """
+        (answer, what), self.verdict = self.verdict or self._agree(row["loss"], row["grad_norm"]), None
+        if answer == "stop":
+            checkpoints.finish()
+            raise RunError(_stopped(self.run, row["step"], what))
+        before = self.guard.skipped
+        if answer == "skip":
+            self.guard.skipped += 1
+            done = "its update was dropped"
+        elif answer == "roll_back":
+            done = self._roll_back(row["step"], checkpoints)
+        if answer != "go on":
+            row["skipped"] = self.guard.skipped - before
+            self._tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
+        self.guard.note(answer, what, row["loss"])
+
+    def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
+        checkpoints.finish()
+        good = self.newest_sound()
+        if good is None:
+            raise RunError(
+                f"step {step} is bad and there is no checkpoint to roll back to. Set recipe.checkpoint_every."
+            )
+        manifest = checkpoints.load(good)
+        self.take(manifest)
+        self.guard.skipped += step - good
+        return f"rolled back to the checkpoint of step {good}, the data of {step - good} steps is left out"
+
+    def _accepts(self, loss: float, grad_norm: float) -> bool:
+        self.verdict = self._agree(loss, grad_norm)
+        return self.verdict[0] != "skip"
+
+    def _agree(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
+        answer, what = self.guard.judge(loss, grad_norm)
+        if {self.run.recipe.on_nan, self.run.recipe.on_spike} & {"skip", "roll_back"}:
+            strongest = torch.tensor([ANSWERS.index(answer)])  # of any rank: a fault may be seen by one alone
+            dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
+            answer = ANSWERS[int(strongest)]
+            what = what or "another rank says so"
+        return answer, what
+
+    def _tell(self, kind: str, notice: str, step: int) -> None:
+        """Says it in the log, the state, the history and the alerts: nothing that was lost or left out goes unsaid."""
+        self.notice = notice
+        if not self.is_first:
+            return
+        from kit.run.alerts import Alert, AlertLog
+
+        print(f"WARNING: {notice}", file=sys.stderr, flush=True)
+        level = "error" if kind == "checkpoint" else "warning"
+        alert = Alert(kind=kind, level=level, message=notice, attempt=self.attempt, step=step, time=time.time())
+        AlertLog(self.run.directory / "alerts.jsonl").add([alert])
+        state = read_state(self.run.directory)
+        if state is not None and state.attempt == self.attempt:
+            record_event(self.run.directory, state.replace(reason=notice))
+
+
+def _stopped(run: Run, step: int, what: str) -> str:
+    newest = max(run.checkpoints.steps(), default=None)
+    kept = f"The checkpoint of step {newest} is from before it" if newest else "There is no checkpoint yet"
+    return (
+        f"stopped at step {step}: {what}. {kept}; nothing was overwritten. Look at data and learning rate; to go on "
+        f"past it, launch again with recipe.on_nan or on_spike 'skip' or 'roll_back' (engine native)."
+    )
+
+
+def verify_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[int, list[str]]:
+    """Reads a checkpoint, each rank its share, and returns its bytes and what is wrong with it, the same on all ranks.
+
+    Args:
+        checkpoints: of the run.
+        step: of the checkpoint.
+        group: on the CPU; all its ranks must call this.
+    """
+    try:
+        found: tuple[int, str | None] = (
+            checkpoints.verify(step, part=dist.get_rank(), parts=dist.get_world_size()),
+            None,
+        )
+    except CheckpointError as error:
+        found = (0, str(error))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, found, group=group)
+    return sum(size for size, _ in told), sorted({problem for _, problem in told if problem})
+
+
+def newest_sound(checkpoints: Checkpoints, *, attempt: int, group: Any) -> tuple[int | None, str]:
+    """Returns the step to go on from (None: from the beginning), and what people must know of damaged checkpoints.
+
+    Damaged ones are renamed, never deleted. All ranks must call this.
+
+    Raises:
+        CheckpointError: there are checkpoints and all of them are damaged; they are left where they are.
+    """
+    listed: list[Any] = [checkpoints.steps()]
+    dist.broadcast_object_list(listed, src=0, group=group)  # a shared file system may show others an older list
+    damaged: dict[int, str] = {}
+    for step in reversed(listed[0]):
+        start = time.perf_counter()
+        size, problems = verify_together(checkpoints, step, group)
+        if not problems:
+            if dist.get_rank() == 0:
+                took = time.perf_counter() - start
+                print(f"verified the checkpoint of step {step}: {size / 1e6:,.1f} MB in {took:.2f} s", flush=True)
+            return step, _set_aside(checkpoints, damaged, attempt, f"went on from step {step}")
+        damaged[step] = problems[0]
+    if damaged:
+        raise CheckpointError(
+            f"All checkpoints of {checkpoints.directory.parent} are damaged, nothing was changed. "
+            f"{' '.join(damaged.values())} To start from the beginning, use another run directory."
+        )
+    return None, ""
+
+
+def _set_aside(checkpoints: Checkpoints, damaged: dict[int, str], attempt: int, instead: str) -> str:
+    """Renames the damaged checkpoints and returns what happened, in one line; empty if there are none."""
+    if not damaged:
+        return ""
+    told = []
+    for step, problem in damaged.items():
+        kept = checkpoints.path(step).with_suffix(f".damaged-{attempt}")
+        if dist.get_rank() == 0:
+            checkpoints.set_aside(step, attempt)
+        told.append(f"the checkpoint of step {step} is damaged and kept as {kept.name} ({problem.partition('. ')[0]})")
+    return f"{'; '.join(told)}; {instead}"

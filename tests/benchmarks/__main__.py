@@ -1,0 +1,78 @@
+"""`python -m tests.benchmarks [NAME ...]`: measures side by side here; the tables go into BENCHMARKS.md."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.markup import escape
+
+from kit.data import Dataset
+from kit.errors import ConfigError
+from kit.notebook import demo_dataset
+from kit.show.results import Row, load_average, table, write_results, write_tables
+from tests.benchmarks import (
+    checkpoints,
+    cold_start,
+    data,
+    engines,
+    evaluate,
+    gpu,
+    monitor,
+    overhead,
+    scale,
+    startup,
+    train_speed,
+)
+from tests.benchmarks.headlines import write_headlines
+
+DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
+"""Whose tables are refreshed, below the current directory."""
+BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
+    "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
+    "engines": lambda workplace, dataset: engines.measure(workplace),
+    "startup": startup.measure,
+    "cold_start": lambda workplace, dataset: cold_start.measure(workplace),
+    "data": data.measure,
+    "checkpoints": lambda workplace, dataset: checkpoints.measure(workplace),
+    "overhead": overhead.measure,
+    "evaluate": evaluate.measure,
+    "scale": lambda workplace, dataset: scale.measure(workplace),
+    "gpu": lambda workplace, dataset: gpu.measure(workplace),
+    "monitor": lambda workplace, dataset: monitor.measure(workplace),
+}
+
+
+def main() -> int:
+    """Runs the named benchmarks, by default all, and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all")
+    parser.add_argument("--data", type=Path, default=Path("data/demo"), help="dataset; built if absent")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(BENCHMARKS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(BENCHMARKS)}.")
+    console = Console()
+    dataset = demo_dataset(options.data)
+    for name in options.names or BENCHMARKS:
+        load = load_average()
+        console.rule(name)
+        with tempfile.TemporaryDirectory(prefix="kit-bench-") as workplace, console.status(f"measuring {name}"):
+            rows = BENCHMARKS[name](Path(workplace), dataset)
+        results = write_results(name, rows, command=f"python -m tests.benchmarks {name}", load_before=load)
+        console.print(Markdown(table(results)))
+    write_headlines()
+    for document in DOCUMENTS:
+        try:
+            written, kept = write_tables(document)
+        except ConfigError as error:
+            console.print(f"[red]{escape(str(error))}[/]")
+            return 1
+        console.print(f"{document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

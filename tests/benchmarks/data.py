@@ -1,0 +1,80 @@
+"""Data loading and tokenisation on this machine, per CPU-second: flat windows, samples, text to tokens.
+
+Flat is what a loop without an epoch does: windows from anywhere in the file. The kit's samples are document-aware:
+whole documents in an order drawn anew for each epoch, every token once.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kit.data import Dataset, Samples
+from kit.show.results import Row, row
+
+SEQUENCE_LENGTH, BATCH_SIZE = 2048, 64
+ROUNDS, ROUND_S = 5, 0.5
+TEXT_BYTES = 16_000_000
+
+
+def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) -> list[Row]:
+    """Returns tokens per CPU-second of both ways to read, and MB/s of the tokenizer.
+
+    Args:
+        workplace: not used; nothing is written.
+        dataset: the tokens, and the tokenizer with its held-out text.
+        text_bytes: to encode.
+    """
+    length = min(SEQUENCE_LENGTH, dataset.train.num_tokens // 4)
+    samples, tokens = Samples(dataset.train, length, seed=1), np.asarray(dataset.train.tokens)
+    starts = np.random.default_rng(1).integers(0, tokens.size - length, (10_000, BATCH_SIZE))
+
+    def flat(batch: int) -> np.ndarray:
+        found = np.empty((BATCH_SIZE, length + 1), np.int64)
+        for i, start in enumerate(starts[batch % len(starts)].tolist()):
+            found[i] = tokens[start : start + length + 1]
+        return found
+
+    def documents(batch: int) -> np.ndarray:
+        return samples.batch(batch * BATCH_SIZE, BATCH_SIZE)
+
+    rates = {"flat": [], "documents": []}
+    for _ in range(ROUNDS):  # taking turns, so that other work on the machine meets both
+        rates["flat"].append(_rate(flat, BATCH_SIZE * length))
+        rates["documents"].append(_rate(documents, BATCH_SIZE * length))
+    ratios = [flat / ours for flat, ours in zip(rates["flat"], rates["documents"], strict=True)]
+    shape = f"windows of {length:,}, {dataset.train.num_tokens / dataset.train.num_documents:,.0f} tokens a document"
+    spread = f"median of {ROUNDS} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
+    each = {name: statistics.median(found) / 1e6 for name, found in rates.items()}
+    return [
+        row("flat windows, per CPU-second", each["flat"], "M tokens", at_least=100.0, note=shape),
+        row("the kit's samples, per CPU-second", each["documents"], "M tokens", at_least=100.0, note=shape),
+        row("flat windows / the kit's samples", statistics.median(ratios), "x", at_most=2.0, note=spread),
+        _tokenisation(dataset, text_bytes),
+    ]
+
+
+def _rate(read: Callable[[int], np.ndarray], tokens: int) -> float:
+    """Returns tokens per CPU-second of a reader that is called with 0, 1, 2, ..."""
+    read(0)
+    batch, start = 0, time.process_time()
+    while (spent := time.process_time() - start) < ROUND_S:
+        read(batch)
+        batch += 1
+    return batch * tokens / spent
+
+
+def _tokenisation(dataset: Dataset, text_bytes: int) -> Row:
+    tokenizer, texts, size = dataset.tokenizer(), [], 0
+    held_out = list(dataset.validation_documents())
+    while size < text_bytes:
+        document = held_out[len(texts) % len(held_out)]
+        texts.append(document.text)
+        size += document.num_bytes
+    cpu, wall = time.process_time(), time.perf_counter()
+    num_tokens = sum(map(len, tokenizer.encode_batch(texts)))
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    note = f"{size / wall / 1e6:.1f} MB/s on all cores; {size / num_tokens:.2f} bytes a token"
+    return row("tokenisation, per CPU-second", size / cpu / 1e6, "MB", at_least=1.0, note=note)

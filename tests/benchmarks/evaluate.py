@@ -1,0 +1,160 @@
+"""Speed of scoring on this machine: the kit's adapter and the harness's own Hugging Face model, taking turns.
+
+Same weights, same tokenizer, same items of the smoke suite's tasks, one process, one thread, fp32; the harness's whole
+path is timed, from building prompts to metrics. Each round gives both the same fresh items, ratios are taken within a
+round, and the median counts.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.convert.hugging_face import export_hugging_face
+from kit.convert.smollm2 import load_smollm2
+from kit.data import Dataset
+from kit.data.tokenizer import Tokenizer
+from kit.errors import MissingPackageError
+from kit.evaluate.resolver import swapped
+from kit.evaluate.task_data import build_mirror, default_mirror
+from kit.model import Decoder, build_decoder
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+
+TASKS = ("piqa", "arc_easy", "winogrande")
+TARGET = 1.3
+SAME_NATS = 1e-3
+"""Log-likelihoods may differ by so much; more, and the two do not score the same thing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to score, and how much of each task in a round."""
+
+    name: str
+    decoder: Decoder
+    tokenizer: Tokenizer
+    items: int
+    rounds: int
+    batch_size: int  # of the rival
+
+
+def measure(workplace: Path, dataset: Dataset) -> list[Row]:
+    """Returns items/s of both, and the kit's ratio, for the demo model and for SmolLM2-135M.
+
+    Args:
+        workplace: an empty folder.
+        dataset: whose tokenizer the demo model uses.
+
+    Raises:
+        DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
+        RuntimeError: the two do not agree about an item.
+    """
+    build_mirror(tasks=TASKS)
+    torch.set_num_threads(1)
+    demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
+    smollm2, tokenizer = load_smollm2(download=True)
+    subjects = (
+        Subject(name="demo", decoder=demo, tokenizer=dataset.tokenizer(), items=30, rounds=4, batch_size=32),
+        Subject(name="SmolLM2-135M", decoder=smollm2, tokenizer=tokenizer, items=6, rounds=3, batch_size=8),
+    )
+    return [each for subject in subjects for each in compare(subject, workplace)]
+
+
+def compare(subject: Subject, workplace: Path) -> list[Row]:
+    """Returns the rows of one model."""
+    from kit.evaluate.adapter import DecoderLM
+    from kit.evaluate.harness import load_task
+
+    length = min(1024, subject.decoder.spec.sequence_length)
+    folder = export_hugging_face(subject.decoder, workplace / subject.name, tokenizer=subject.tokenizer)
+    entrants = {
+        "kit": DecoderLM(subject.decoder, subject.tokenizer, sequence_length=length),
+        "HFLM": _rival(folder, subject, length),
+    }
+    tasks = {name: load_task(name, mirror=default_mirror()).task for name in TASKS}
+    times = {name: {task: [] for task in TASKS} for name in entrants}
+    with _silent():
+        for number in range(subject.rounds):
+            for task_name, task in tasks.items():
+                items = list(range(number * subject.items, (number + 1) * subject.items))
+                answers = {}
+                for name, lm in entrants.items():
+                    seconds, answers[name] = _score(lm, task_name, task, items)
+                    times[name][task_name].append(seconds)
+                _check_same(answers, task_name)
+    return [*_speeds(subject, times), *_ratios(subject, times)]
+
+
+def _rival(folder: Path, subject: Subject, length: int) -> Any:
+    try:
+        from lm_eval.models import huggingface
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingPackageError("lm-eval", "eval", "Comparing speed with its model") from error
+    end = subject.tokenizer.decode([subject.tokenizer.eos_id])
+    wrapped = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, pad_token=end)
+    model: Any = huggingface.HFLM
+    options = {"dtype": "float32", "device": "cpu", "batch_size": subject.batch_size, "max_length": length}
+    return model(pretrained=str(folder), tokenizer=wrapped, **options)
+
+
+def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list[float]]:
+    """Returns the seconds that the harness took, and the log-likelihood of each continuation."""
+    from lm_eval.evaluator import evaluate
+
+    start = time.perf_counter()
+    found: Any = evaluate(lm, {"tasks": {name: task}}, samples={name: items}, log_samples=True, bootstrap_iters=0)
+    seconds = time.perf_counter() - start
+    return seconds, [response[0][0] for sample in found["samples"][name] for response in sample["resps"]]
+
+
+def _check_same(answers: dict[str, list[float]], task: str) -> None:
+    worst = max(abs(ours - theirs) for ours, theirs in zip(answers["kit"], answers["HFLM"], strict=True))
+    if worst > SAME_NATS:
+        raise RuntimeError(f"{task}: an item's log-likelihood differs by {worst:.2g} nats, so speeds do not compare.")
+
+
+def _speeds(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
+    rows = []
+    for name, by_task in times.items():
+        rounds = [sum(seconds) for seconds in zip(*by_task.values(), strict=True)]
+        rates = [subject.items * len(TASKS) / seconds for seconds in rounds]
+        note = f"{min(rates):.3g} to {max(rates):.3g}" + (f"; batch {subject.batch_size}" if name == "HFLM" else "")
+        rows.append(row(f"{name}, {subject.name}", statistics.median(rates), "items/s", note=note))
+    return rows
+
+
+def _ratios(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
+    def ratio(tasks: tuple[str, ...]) -> list[float]:
+        pairs = zip(*(zip(times["kit"][task], times["HFLM"][task], strict=True) for task in tasks), strict=True)
+        return [sum(theirs for _, theirs in each) / sum(ours for ours, _ in each) for each in pairs]
+
+    rows = []
+    for label, tasks in (*((task, (task,)) for task in TASKS), ("all", TASKS)):
+        found = ratio(tasks)
+        target = {"at_least": TARGET} if label == "all" else {}
+        note = f"median of {subject.rounds} rounds, {min(found):.2f} to {max(found):.2f}"
+        rows.append(row(f"kit / HFLM, {subject.name}, {label}", statistics.median(found), "x", note=note, **target))
+    return rows
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Within the context, neither the harness nor its model prints notes or progress bars."""
+    import lm_eval.api.model
+    from lm_eval.models import huggingface
+
+    from kit.evaluate.harness import quiet
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet())
+        for module in (lm_eval.api.model, huggingface):
+            stack.enter_context(swapped(module, "tqdm", functools.partial(module.tqdm, disable=True)))
+        yield

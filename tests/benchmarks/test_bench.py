@@ -1,0 +1,26 @@
+"""The benchmarks themselves: they compare like with like, and read costs from records correctly."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.benchmarks.overhead import CHECKPOINT_EVERY, costs
+from tests.benchmarks.train_speed import AS_USED, take_turns
+
+
+@pytest.mark.slow
+def test_contestants_train_the_same_model(tmp_path: Path) -> None:
+    turns = take_turns(AS_USED, tmp_path, threads=1, rounds=1, steps=1)  # raises where losses differ
+    assert set(turns) == set(AS_USED) and all(len(times) == 1 and times[0] > 0 for times in turns.values())
+
+
+def test_costs_are_found_in_stamps() -> None:
+    steps = np.arange(1, 4 * CHECKPOINT_EVERY)
+    first = (steps % CHECKPOINT_EVERY == 1) & (steps > 1)
+    step_s = np.where(first, 0.75, 0.5)
+    between_s = np.where(first, 0.125, 0.0625)
+    metrics = {"step": steps, "step_time_s": step_s, "time": np.cumsum(step_s + between_s)}
+    cost = costs(metrics)  # type: ignore[arg-type]
+    assert cost.step_s == 0.5
+    assert (cost.recording_s, cost.checkpoint_s, cost.slowed_s) == pytest.approx((0.0625, 0.0625, 0.25))

@@ -1,0 +1,83 @@
+"""The check of nodes at the start of a job finds the one that is slow, on real processes that stand for nodes."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.site import Site
+from kit.measure import node_check
+from kit.measure.node_check import NodeRate, NodeReport, check_nodes, record_nodes
+from tests.workers import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
+    """Runs on one rank: pretends that a node's products, or what it sends, take longer."""
+    rank = int(os.environ["RANK"]) if "RANK" in os.environ else torch.distributed.get_rank()
+    node = rank // ranks_per_node
+    os.environ["SLURMD_NODENAME"] = f"node{node}"
+    rates = {True: 1e9, False: 1e10}
+    node_check.measure_gemm_flops_per_s = lambda dtype, seconds: rates[node in slow_compute]
+    send = torch.distributed.batch_isend_irecv
+
+    def slow_send(operations):
+        time.sleep(0.3)
+        return send(operations)
+
+    if node in slow_link:
+        torch.distributed.batch_isend_irecv = slow_send
+    return check_nodes(CPU, "fp32")
+
+
+def test_slow_nodes_are_named_by_what_is_slow():
+    reports = run_ranks(5, check_with_fault, 1, (1,), (3,))
+    assert all(report == reports[0] for report in reports), "all ranks must agree"
+    assert [node.node for node in reports[0].nodes] == [f"node{i}" for i in range(5)]
+    compute, link = reports[0].slow
+    assert compute.startswith("node1 computes at 10%")
+    assert link.startswith("node3 sends at")
+
+
+def test_healthy_nodes_are_measured_and_none_is_blamed():
+    report = run_ranks(4, check_with_fault, 2)[0]
+    assert (report.num_ranks, len(report.nodes)) == (4, 2)
+    assert report.slow == []
+    assert report.all_reduce_bytes_per_s > 1e6 and all(node.bytes_per_s > 1e6 for node in report.nodes)
+
+
+def real_check(directory):
+    report = check_nodes(CPU, "fp32")
+    if torch.distributed.get_rank() == 0:
+        record_nodes(report, directory, Site.load("frontier"))
+    return report
+
+
+def test_measurements_become_a_site(tmp_path: Path):
+    report = run_ranks(2, real_check, tmp_path)[0]
+    assert NodeReport.read(tmp_path / "node_check.json") == report
+    site = Site.read(tmp_path / "measured_site.json")
+    assert site.device.matmul_flops_per_s["fp32"].value == report.nodes[0].matmul_flops_per_s > 1e8
+    assert "measured on 1 nodes" in site.device.matmul_flops_per_s["fp32"].source
+    assert site.links == Site.load("frontier").links, "one node says nothing about the network"
+
+
+def test_two_nodes_give_no_majority():
+    nodes = tuple(NodeRate(node=f"node{i}", matmul_flops_per_s=rate) for i, rate in enumerate((1e9, 1e12)))
+    assert NodeReport(dtype="fp32", num_ranks=2, nodes=nodes).slow == []
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 9))
+def test_every_node_speaks_with_both_neighbours_and_once_a_round(num_nodes):
+    rounds = node_check._rounds(num_nodes)
+    for pairs in rounds:
+        talking = [node for pair in pairs for node in pair]
+        assert len(talking) == len(set(talking))
+    partners = {
+        node: {a + b - node for pairs in rounds for a, b in pairs if node in (a, b)} for node in range(num_nodes)
+    }
+    ring = {node: {(node + 1) % num_nodes, (node - 1) % num_nodes} - {node} for node in range(num_nodes)}
+    assert partners == ring

@@ -1,0 +1,65 @@
+"""The reader of `metrics.jsonl`: one bad value costs its own step only."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.site import Site
+from kit.plan import Plan
+from kit.run.metrics import Metrics
+from kit.spec import ModelSpec
+
+
+def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True) -> Metrics:
+    rows = [
+        {"step": step, "attempt": 1, "time": 1e9 + step, "step_time_s": 0.5, "tokens": 2048, "loss": 8 - step / 20,
+         "grad_norm": 1.0, **changes.get(step, {})}
+        for step in range(1, 31)
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test") if peak else Site.load("laptop")
+    return Metrics.read(file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site)
+
+
+def test_one_lost_duration_costs_neither_speed_nor_mfu(tmp_path: Path) -> None:
+    whole = _metrics(tmp_path / "whole.jsonl", {}).summary()
+    torn = _metrics(tmp_path / "torn.jsonl", {25: {"step_time_s": float("nan")}}).summary()
+    for name in ("step_time_s", "tokens_per_s", "mfu"):
+        assert torn[name] == pytest.approx(whole[name])
+
+
+def test_speeds_are_unknown_where_no_step_has_a_duration(tmp_path: Path) -> None:
+    summary = _metrics(tmp_path / "m.jsonl", {step: {"step_time_s": float("nan")} for step in range(40)}).summary()
+    assert summary["step_time_s"] is None and summary["tokens_per_s"] is None and summary["mfu"] is None
+
+
+@pytest.mark.parametrize(("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")])
+def test_a_peak_is_not_believed_where_more_than_one_step_in_twenty_is_above_it(
+    tmp_path: Path, too_fast: int, why: str | None
+) -> None:
+    changes = {step: {"step_time_s": 0.01} for step in range(1, too_fast + 1)}
+    metrics = _metrics(tmp_path / "m.jsonl", changes)
+    assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (why is not None)
+    assert metrics.summary()["loss"] == pytest.approx(6.5), "whatever the peak"
+    if (mfu := metrics.mfu()) is not None:
+        assert np.isnan(mfu[0]) and 0 < mfu[1:].max() < 1, "a single step that is too fast has none"
+
+
+def test_recomputation_counts_when_a_peak_is_judged(tmp_path: Path) -> None:
+    metrics = _metrics(tmp_path / "m.jsonl", {})
+    mfu = metrics.mfu()
+    assert mfu is not None
+    site = metrics.site.with_measured_peak("fp32", 1e11 * mfu.max() * 1.1, "test")
+    again = {1: Plan(global_batch_size=8, recompute="full")}
+    assert dataclasses.replace(metrics, site=site).mfu() is not None
+    assert dataclasses.replace(metrics, site=site, plans=again).why_no_mfu == "above the peak"
+
+
+def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) -> None:
+    lost = _metrics(tmp_path / "lost.jsonl", {30: {"loss": float("nan"), "grad_norm": float("inf")}}).summary()
+    assert lost["loss"] != lost["loss"] and lost["grad_norm"] == float("inf")
+    nowhere = {step: {"grad_norm": None} for step in range(40)}
+    assert _metrics(tmp_path / "none.jsonl", nowhere).summary()["grad_norm"] is None  # type: ignore[arg-type]

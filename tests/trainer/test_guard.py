@@ -1,0 +1,65 @@
+"""What counts as a bad step."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kit.errors import RunError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.spec import ModelSpec
+from kit.trainer.guard import PATIENCE, Guard
+from kit.trainer.spikes import WINDOW
+from tests.parity import batches, build, make_plan
+from tests.workers import run_ranks
+
+RECIPE = Recipe(data="data", num_steps=100)
+
+
+def test_what_is_not_finite_is_answered_as_the_recipe_says():
+    guard = Guard(RECIPE.replace(on_nan="skip"), Plan())
+    assert guard.judge(2.0, 1.0) == ("go on", "")
+    assert guard.judge(math.nan, 1.0) == ("skip", "the loss is nan")
+    assert guard.judge(2.0, math.inf) == ("skip", "the gradient norm is inf")
+
+
+def test_gradients_that_overflow_in_fp16_are_the_engines_own_affair():
+    guard = Guard(RECIPE, Plan(engine="deepspeed", precision="fp16", zero_stage=1))
+    assert guard.judge(2.0, math.inf)[0] == "go on"
+    assert guard.judge(math.nan, 1.0)[0] == "stop"
+
+
+def test_spike_is_seen_only_beside_enough_losses_and_patience_ends():
+    guard = Guard(RECIPE.replace(on_spike="skip"), Plan())
+    for i in range(WINDOW):
+        assert guard.judge(100.0, 1.0)[0] == "go on", "too few losses to judge by"
+        guard.note("go on", "", 2.0 + 0.01 * (i % 5))
+    answer, what = guard.judge(3.0, 1.0)
+    assert answer == "skip" and "spike" in what and guard.judge(2.04, 1.0)[0] == "go on"
+    for _ in range(PATIENCE - 1):
+        guard.note(answer, what, 3.0)
+    with pytest.raises(RunError, match="skip leads nowhere"):
+        guard.note(answer, what, 3.0)
+
+
+def test_a_step_that_is_judged_sums_its_loss_once(llama_spec):
+    free, kept, dropped = run_ranks(1, collectives_of_a_step, llama_spec)[0]
+    assert kept[0] == dropped[0] == free[0] > 0, "being asked costs no collective of the engine's"
+    assert free[1] and kept[1] and not dropped[1], "whether the weights have moved"
+
+
+def collectives_of_a_step(spec: ModelSpec) -> list[tuple[int, bool]]:
+    """Returns the number of all-reduces of a step, and whether it moved the weights: unasked, accepted and refused."""
+    found, all_reduce = [], dist.all_reduce
+    for answer in (None, True, False):
+        engine, calls = build(spec, make_plan({})), []
+        engine.accepts = None if answer is None else lambda loss, norm, answer=answer: answer
+        dist.all_reduce = lambda *given, calls=calls, **named: (calls.append(given), all_reduce(*given, **named))[1]
+        before = [weight.detach().clone() for weight in engine.parameters()]
+        engine.train_step(batches(spec, make_plan({}), 0)[0], 1e-3)
+        dist.all_reduce = all_reduce
+        moved = any(not torch.equal(old, new) for old, new in zip(before, engine.parameters(), strict=True))
+        found.append((len(calls), moved))
+    return found
