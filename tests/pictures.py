@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from kit.show.style import DARK, TEXT, WIDTH
+from kit.show.theme import DARK, TEXT, WIDTH
 
 WATERMARK = "demo scale"
 INKS = ("#ffffff", "#111111")

@@ -18,6 +18,7 @@ import torch
 import kit
 from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
+from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.run import Run
@@ -58,7 +59,7 @@ def kill_at(run: Run, step: int) -> None:
 
 
 def final_weights(run: Run) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy() for name, p in run.load_model().named_parameters()}
+    return {name: p.detach().numpy() for name, p in load_model(run).named_parameters()}
 
 
 def test_run_directory_holds_the_contract(unbroken):
@@ -108,7 +109,7 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, reci
     assert status.state is JobState.FAILED and "No space left" in status.reason, (status, run.job.logs())
     steps = run.checkpoints.steps()
     assert steps and f"The checkpoint of step {steps[-1]} is intact" in status.reason
-    run.load_model(steps[-1])
+    load_model(run, steps[-1])
     for taken in disk.glob("taken-*"):
         taken.unlink()
 
@@ -229,7 +230,7 @@ def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
         unbroken.checkpoints.load(120, state, spec=spec.replace(num_layers=2), distributed=False)
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
-        unbroken.load_model(step=7)
+        load_model(unbroken, step=7)
 
 
 def test_two_launches_of_one_directory(spec, recipe, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kit.convert import load_model
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.errors import ConfigError
 from kit.model import Decoder
@@ -48,7 +49,7 @@ def average_checkpoints(run: Run, steps: Sequence[int]) -> Decoder:
     """
     for step in steps:
         run.checkpoints.manifest(step)  # all are there before the first is read
-    return average_models(run.load_model(step) for step in steps)
+    return average_models(load_model(run, step) for step in steps)
 
 
 def average_folders(folders: Sequence[Path], out: Path) -> Path:

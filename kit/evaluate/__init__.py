@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cluster.record import suggestion
+from kit.convert import load_model
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, suite
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
@@ -120,7 +121,7 @@ def evaluate(
         attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
     )  # fmt: skip
     start = time.perf_counter()
-    model, heldout_file = run.load_model(checkpoint.step), dataset.directory / VALIDATION_TEXT
+    model, heldout_file = load_model(run, checkpoint.step), dataset.directory / VALIDATION_TEXT
     found = score_all(
         model, dataset.tokenizer(), run.spec.sequence_length, requests, chosen, heldout_file,
         skip=isinstance(tasks, str),

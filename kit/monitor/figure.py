@@ -10,7 +10,8 @@ from kit.monitor.scores import eval_curve
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics, median
-from kit.show.style import BLUE, GREEN, GREY, VERMILION, new_figure, short
+from kit.show.style import new_figure, short
+from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 EMA_STEPS = 5
 

@@ -18,7 +18,8 @@ from kit.monitor.figure import smooth
 from kit.run import Run
 from kit.run.metrics import median
 from kit.run.rows import parse_row, rows_to_metrics
-from kit.show.style import HUES, new_figure, short
+from kit.show.style import new_figure, short
+from kit.show.theme import HUES
 from kit.show.terminal import number
 
 MAX_COMPARED = 8

@@ -7,7 +7,8 @@ import numpy as np
 from kit.errors import RunError, kit_command
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.run import Run
-from kit.show.style import HUES, SLATE, new_figure
+from kit.show.style import new_figure
+from kit.show.theme import HUES, SLATE
 
 COLOURS = (*HUES, SLATE)
 MARKERS = ("o", "s", "^", "D", "v")

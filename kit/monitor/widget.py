@@ -19,7 +19,8 @@ from kit.monitor.bundle import source
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
 from kit.run.columns import CHUNK_BYTES
-from kit.show.style import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH, short
+from kit.show.style import short
+from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0

@@ -26,7 +26,8 @@ from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
-from kit.show.style import GREEN, GREY, SLATE, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import GREEN, GREY, SLATE
 from kit.spec import ModelSpec
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)

@@ -23,7 +23,8 @@ from kit.papers.layers import Layer, Runs, hfu_percent, measured, scale_of, tabl
 from kit.papers.panels import draw, finish, pairs
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.style import GREY, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import GREY
 from kit.spec import FlopBasis, ModelSpec
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}

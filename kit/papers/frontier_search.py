@@ -20,7 +20,8 @@ from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
-from kit.show.style import BLUE, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, VERMILION
 from kit.spec import FlopBasis, ModelSpec
 
 NUM_TRIALS = 60

@@ -34,7 +34,8 @@ from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
 from kit.plan import Plan
 from kit.run import Run
-from kit.show.style import GREY, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import GREY, VERMILION
 from kit.spec import ModelSpec
 
 Array = np.ndarray

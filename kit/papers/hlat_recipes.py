@@ -10,7 +10,8 @@ from kit.papers.layers import Layer, Runs, opened, scale_of, table
 from kit.papers.panels import draw, finish, pairs, paper_table
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.show.style import GREY, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import GREY
 from kit.spec import ModelSpec
 
 EXACT = "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo (rescaled)"

@@ -12,7 +12,8 @@ from kit.papers.hlat_model import facts
 from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
 from kit.papers.panels import draw, finish, pairs
 from kit.run import Run
-from kit.show.style import GREY, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import GREY
 
 PANELS = {
     "mmlu": "MMLU", "commonsense": "common sense", "world_knowledge": "world knowledge", "reading": "BoolQ",

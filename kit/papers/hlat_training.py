@@ -14,7 +14,8 @@ from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import facts
 from kit.papers.layers import Layer, Runs, demo_source, table
 from kit.papers.panels import finish, mark_demo_scale
-from kit.show.style import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
 ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)

@@ -8,8 +8,9 @@ import numpy as np
 
 from cluster.record import ConfigError
 from kit.papers.layers import Layer
-from kit.show.style import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION, Rows, short
+from kit.show.style import Rows, short
 from kit.show.table import Table
+from kit.show.theme import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
 DEMO_COLOURS = (PURPLE, OLIVE)

@@ -1,4 +1,4 @@
-"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports torch only for a model.
+"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports no torch.
 
 spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json: the plan of each attempt)
 job.json submit.sh env.json                   how it was started, and with which versions
@@ -21,7 +21,6 @@ from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     from kit.data import Dataset
-    from kit.model import Decoder
     from kit.run.metrics import Metrics
 
 
@@ -120,24 +119,6 @@ class Run:
         from kit.data import Dataset
 
         return Dataset.open(Path(self.recipe.data))
-
-    def load_model(self, step: int | None = None) -> "Decoder":
-        """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in evaluation mode.
-
-        Raises:
-            CheckpointError: there is no complete checkpoint, or none at that step.
-        """
-        from kit.model import empty_decoder
-
-        step = self.checkpoints.newest() if step is None else step
-        if self.checkpoints.manifest(step).plan.engine == "neuron":
-            from kit.convert.neuron import import_nxd
-
-            return import_nxd(self.checkpoints.path(step), self.spec)
-        decoder = empty_decoder(self.spec)
-        state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-        self.checkpoints.load(step, state, spec=self.spec, distributed=False)
-        return decoder.eval()
 
     def _repr_html_(self) -> str:
         rows = [

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kit.run.metrics import COLUMNS, OPTIONAL_COLUMNS
-
+COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
+OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
 CHUNK_BYTES = 8 * 2**20
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported

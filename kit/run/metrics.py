@@ -10,11 +10,8 @@ import numpy as np
 
 from cluster.site import Site
 from kit.plan import Plan
+from kit.run.columns import COLUMNS, OPTIONAL_COLUMNS, Columns
 from kit.spec import ModelSpec
-
-COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
-
-OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
 
 MAX_ABOVE_PEAK = 0.05
 """Share of a run's steps that may look faster than the peak before it is the peak that is not believed."""
@@ -54,8 +51,6 @@ class Metrics:
             plans: the plan of each attempt.
             site: where it runs; its peak makes MFU.
         """
-        from kit.run.columns import Columns  # here, since columns have the names that this module lists
-
         read = Columns(file).read_all()
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}

@@ -10,7 +10,8 @@ import numpy as np
 
 from cluster.site import Site
 from kit.plan import Plan
-from kit.run.metrics import COLUMNS, Metrics
+from kit.run.columns import COLUMNS
+from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
 
 CHUNK_BYTES = 4 << 20

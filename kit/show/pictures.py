@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from kit.evaluate.report import EvalReport, wilson
-from kit.show.style import BLUE, GREEN, GREY, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, GREY, VERMILION
 from kit.spec import FlopBasis, ModelSpec
 
 
@@ -73,73 +71,6 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
         axis.set_xlabel("pipeline stage")
         axis.set_ylim(top=1.3 * max(row["blocks"] + row["embedding and output"] for row in rows) / 1e9)
         axis.legend(ncols=2, loc="upper center")
-    return figure, rows
-
-
-def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
-    """Returns a figure of a report: bits per byte beside reference models, accuracies beside chance; and its table.
-
-    Args:
-        report: with the task `heldout` and any number of multiple-choice tasks.
-        bits_per_byte: of reference models on the same text, by name.
-    """
-    ours = report["heldout"].metric("bits_per_byte").value
-    choices = [score for score in report.scores if score.chance is not None]
-    rows = [{"task": "heldout", "bits per byte": ours, **bits_per_byte}]
-    ratios = [0.34 * (len(bits_per_byte) + 1), 0.5 * max(1, len(choices))]
-    with new_figure(2, height=sum(ratios) + 1.2, height_ratios=ratios) as (figure, (left, right)):
-        bars = {**bits_per_byte, "this model": ours}
-        drawn = left.barh(list(bars), list(bars.values()), color=[GREY] * len(bits_per_byte) + [BLUE], height=0.55)
-        left.bar_label(drawn, fmt="%.2f", padding=3)
-        left.set_xlim(0, 1.2 * max(bars.values()))
-        left.set_title("Bits per byte of held-out text: less is better")
-        for place, score in enumerate(choices):
-            accuracy = score.metric("acc")
-            rows.append({"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high})
-            low, high = (accuracy.value if end is None else end for end in (accuracy.low, accuracy.high))
-            spread = [[accuracy.value - low], [high - accuracy.value]]
-            right.errorbar(accuracy.value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
-            right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
-            right.text(1, place + 0.32, score.coverage, color=GREY, ha="right")
-        right.set_yticks(range(len(choices)), [score.task for score in choices])
-        right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
-        right.set_title("Accuracy with 95 % interval; grey: chance")
-        for axis in (left, right):
-            axis.grid(visible=False)
-    return figure, rows
-
-
-def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
-    """Returns a figure of the 95 % interval of an accuracy against the number of items it was measured on; its table.
-
-    The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the
-    harness's formula.
-
-    Args:
-        accuracy: the share of right answers.
-        chance: that of guessing, drawn as a line.
-        marks: numbers of items to mark, with their names.
-    """
-    items = np.geomspace(20, 1.2 * max(marks), 200)
-    low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T
-    rows: Rows = []
-    for n, name in sorted(marks.items()):
-        ends = wilson(accuracy, n)
-        error = round(float(np.sqrt(accuracy * (1 - accuracy) / (n - 1))), 4)
-        rows.append({"items": n, "what": name, "standard error": error, "low": ends[0], "high": ends[1]})
-    with new_figure(height=3.0) as (figure, axis):
-        axis.fill_between(items, low, high, color=BLUE, alpha=0.2, label="95 % interval")
-        axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")
-        axis.axhline(100 * chance, color=GREY, linestyle=(0, (4, 3)), label="guessing")
-        for row in rows:
-            down, up = 100 * (accuracy - row["low"]), 100 * (row["high"] - accuracy)
-            axis.errorbar(row["items"], 100 * accuracy, [[down], [up]], color=VERMILION, fmt="o", capsize=4)
-            axis.annotate(f"{row['what']}\n−{down:.1f} +{up:.1f}", (row["items"], 100 * accuracy + up), xytext=(0, 3),
-                          textcoords="offset points", ha="center", color=VERMILION)  # fmt: skip
-        axis.set_xscale("log")
-        axis.set(xlabel="items scored", ylim=(100 * accuracy - 28, 100 * accuracy + 28))
-        axis.set_title("What the score is known to, %")
-        axis.legend(loc="lower right", frameon=True)
     return figure, rows
 
 

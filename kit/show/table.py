@@ -5,7 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kit.show.style import notes_html
+
+def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
+    """Returns notes as HTML to open below a figure or a table, and above them warnings that are always seen."""
+    seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)
+    if not notes:
+        return seen
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in notes)
+    return f"{seen}<details><summary>Sources and notes</summary><ul>{items}</ul></details>"
 
 
 class Table:

@@ -8,7 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kit.show.style import DARK, PIXELS_PER_INCH, notes_html
+from kit.show.table import notes_html
+from kit.show.theme import DARK, PIXELS_PER_INCH
 
 DPI = 120
 """Of the picture for pages that show no HTML."""
@@ -21,7 +22,7 @@ THEMES = """<style>
 
 
 class ThemedFigure(Figure):
-    """A figure in the kit's style, whose colours all have a twin for dark pages (`kit.show.style.DARK`)."""
+    """A figure in the kit's style, whose colours all have a twin for dark pages (`kit.show.theme.DARK`)."""
 
     notes: tuple[str, ...] = ()
     """Where what is drawn comes from, and how well it is known: for the page below the figure."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kit.show.style import DARK, GROUND
+from kit.show.theme import DARK, GROUND
 from tests.browser.lab import Lab, Notebook
 
 pytestmark = pytest.mark.slow

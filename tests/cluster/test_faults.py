@@ -19,6 +19,7 @@ from cluster import slurm
 from cluster.job import Job, JobSpec
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from kit import launcher
+from kit.convert import load_model
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import Row, load_average, row, write_results
@@ -356,7 +357,7 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, re
         newest = run.checkpoints.steps()[-1]
         assert run.checkpoints.manifest(newest).step == newest
         filler.unlink()
-        run.load_model(newest)
+        load_model(run, newest)
     finally:
         run.job.cancel()
         shutil.rmtree(folder, ignore_errors=True)

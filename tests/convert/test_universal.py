@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
+from kit.convert import load_model
 from kit.convert.deepspeed import export_universal, import_universal
 from kit.engines.deepspeed.configuration import deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
@@ -85,7 +86,7 @@ def test_deepspeed_goes_on_and_comes_back(stage, trained, native_run, tmp_path):
 
 def test_our_own_comes_back_to_the_bit(trained, tmp_path):
     folder = export_universal(trained, HALF, tmp_path / "universal")
-    found, expected = import_universal(folder / f"global_step{HALF}", trained.spec), trained.load_model(HALF)
+    found, expected = import_universal(folder / f"global_step{HALF}", trained.spec), load_model(trained, HALF)
     assert all(
         torch.equal(*pair) for pair in zip(found.state_dict().values(), expected.state_dict().values(), strict=True)
     )

@@ -15,6 +15,7 @@ import torch
 
 import kit
 from cluster.state import JobState, read_state
+from kit.convert import load_model
 from kit.convert.neuron import import_nxd
 from kit.engines.neuron.checkpoint import SETTLE_STEPS, NxdCheckpoints
 from kit.engines.neuron.configuration import needed_environment
@@ -317,7 +318,7 @@ def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
     trained = run_train(short_run.directory)
     assert trained.returncode == 0 and "finished 4 steps" in trained.stdout, trained.stderr
     assert short_run.checkpoints.steps() == [2, 4] and len(short_run.metrics()) == 4
-    weights = short_run.load_model().state_dict()
+    weights = load_model(short_run).state_dict()
     assert all(weight.isfinite().all() for weight in weights.values())
     short_run.recipe.replace(num_steps=6).write(short_run.directory / "recipe.json")
     again = run_train(short_run.directory, KIT_ATTEMPT="2")

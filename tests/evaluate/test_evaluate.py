@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, evaluate, evaluate_model
 from kit.evaluate.harness import choose_items
@@ -44,7 +45,7 @@ def test_a_run_is_scored_and_its_reports_grow(run, mirror, no_network):
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_held_out_bits_equal_a_plain_computation(run):
     report = evaluate(run, tasks=("heldout",))
-    dataset, model = run.dataset(), run.load_model()
+    dataset, model = run.dataset(), load_model(run)
     nats = size = 0.0
     for document in dataset.validation_documents():
         tokens = dataset.tokenizer().encode(document.text)

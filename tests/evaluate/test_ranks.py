@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
+from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError
 from kit.evaluate.adapter import DecoderLM
 from kit.evaluate.ranks import load_on_ranks
@@ -77,7 +78,7 @@ def on_rank(run: Run, tokenizer: Any, tensor_parallel: int) -> tuple[dict[str, A
 @pytest.mark.parametrize(("family", "ranks", "tensor_parallel"), [("llama", 2, 1), ("llama", 2, 2), ("gpt", 4, 2)])
 def test_ranks_equal_one_process(family: str, ranks: int, tensor_parallel: int, tokenizer, tmp_path: Path) -> None:
     run = run_of(SPECS[family], tmp_path / "run")
-    alone = DecoderLM(run.load_model(), tokenizer, sequence_length=64, batch_tokens=256)
+    alone = DecoderLM(load_model(run), tokenizer, sequence_length=64, batch_tokens=256)
     expected = results(alone)
     found = run_ranks(ranks, on_rank, run, tokenizer, tensor_parallel)
     for answer, calls in found:

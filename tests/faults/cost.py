@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kit.convert import load_model
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import Row, row
@@ -17,7 +18,7 @@ def cost(name: str, value: float, unit: str, *, at_most: float | None = None, no
 
 
 def weights(run: Run) -> dict[str, np.ndarray]:
-    return {name: parameter.detach().numpy() for name, parameter in run.load_model().named_parameters()}
+    return {name: parameter.detach().numpy() for name, parameter in load_model(run).named_parameters()}
 
 
 def assert_same(ours: Run, theirs: Run) -> None:

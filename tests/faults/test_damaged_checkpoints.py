@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import read_history, read_state
+from kit.convert import load_model
 from kit.errors import CheckpointError
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -76,10 +77,10 @@ def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
 def test_damaged_checkpoint_is_not_evaluated(damaged):
     bit_flipped(max(damaged.checkpoints.path(20).glob("*.distcp")))
     with pytest.raises(CheckpointError, match="distcp is damaged: its checksum"):
-        damaged.load_model(20)
+        load_model(damaged, 20)
     torn(max(damaged.checkpoints.path(20).glob("*.distcp")))
     with pytest.raises(CheckpointError, match="but its manifest says"):
-        damaged.load_model(20)
+        load_model(damaged, 20)
 
 
 def test_checkpoint_without_checksums_is_still_read(damaged, with_checkpoints):

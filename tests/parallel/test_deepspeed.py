@@ -19,6 +19,7 @@ pytest.importorskip("deepspeed")
 import kit
 from cluster.state import read_state
 from kit.commands.runs import engine as show_engine
+from kit.convert import load_model
 from kit.engines import build_engine
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config, megatron_arguments
 from kit.engines.deepspeed.engine import DeepSpeedEngine
@@ -320,6 +321,6 @@ def test_a_killed_job_resumes_and_ends_as_an_unbroken_native_one(llama_spec, tin
     ours, theirs = run.metrics(), native.metrics()
     assert ours["step"].tolist() == list(range(1, 41)) and ours["attempt"][-1] == 2
     assert ours["loss"].tolist() == pytest.approx(theirs["loss"].tolist(), rel=TOLERANCE)
-    weights = dict(native.load_model().named_parameters())
-    for name, parameter in run.load_model().named_parameters():
+    weights = dict(load_model(native).named_parameters())
+    for name, parameter in load_model(run).named_parameters():
         torch.testing.assert_close(parameter, weights[name], rtol=1e-3, atol=1e-5)

@@ -6,17 +6,17 @@ import pytest
 from kit.estimate.choose import figures
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import memory_by_stage
+from kit.evaluate.figures import interval_figure, score_figure
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.plan import Plan
 from kit.show.pictures import (
     flop_basis_figure,
-    interval_figure,
-    score_figure,
     stage_weights_figure,
     tensor_split_picture,
 )
-from kit.show.style import DARK, GREY, TEXT, new_figure, short
+from kit.show.style import new_figure, short
 from kit.show.table import Table
+from kit.show.theme import DARK, GREY, TEXT
 from kit.spec import ModelSpec
 from tests.pictures import check_figure
 

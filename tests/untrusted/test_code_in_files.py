@@ -14,6 +14,7 @@ import torch
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from kit.convert import load_model
 from kit.convert.average import average_checkpoints, average_folders
 from kit.convert.gguf import GgufFile
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
@@ -79,14 +80,14 @@ def seal(run: Run) -> None:
 class TestOwnCheckpoints:
     def test_an_honest_one_is_read(self, run: Run, canary: Path) -> None:
         expected = dict(build_decoder(SPEC).named_parameters())
-        for name, weight in run.load_model().named_parameters():
+        for name, weight in load_model(run).named_parameters():
             assert torch.equal(weight, expected[name])
 
     def test_code_in_the_description_is_refused(self, run: Run, canary: Path) -> None:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(Payload(canary)))
         seal(run)
         with pytest.raises(CheckpointError, match=r"asks for \w+\.mkdir, which no description of tensors needs"):
-            run.load_model()
+            load_model(run)
         with pytest.raises(CheckpointError, match="nothing was run"):
             average_checkpoints(run, [5])
 
@@ -99,7 +100,7 @@ class TestOwnCheckpoints:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
         seal(run)
         with pytest.raises(CheckpointError, match="Weights only load failed"):
-            run.load_model()
+            load_model(run)
 
     def test_objects_that_torch_would_unpickle_are_refused(self, run: Run, canary: Path) -> None:
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -112,7 +113,7 @@ class TestOwnCheckpoints:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
         seal(run)
         with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
-            run.load_model()
+            load_model(run)
 
     @pytest.mark.parametrize("place", ["../../../spec.json", "/etc/passwd", "..", ""])
     def test_files_elsewhere_are_refused(self, run: Run, canary: Path, place: str) -> None:
@@ -121,7 +122,7 @@ class TestOwnCheckpoints:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
         seal(run)
         with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
-            run.load_model()
+            load_model(run)
 
     @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
     def test_a_manifest_names_files_of_its_own_folder_only(self, run: Run, canary: Path, name: str) -> None:

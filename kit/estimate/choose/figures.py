@@ -9,7 +9,8 @@ from kit.errors import ConfigError
 from kit.estimate.choose.search import Search
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.memory import TERMS, StageMemory
-from kit.show.style import BLUE, GREEN, GREY, OLIVE, SLATE, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, GREEN, GREY, OLIVE, SLATE, VERMILION
 
 MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
 TIME_COLOURS = {

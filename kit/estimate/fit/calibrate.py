@@ -11,7 +11,6 @@ from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
-from kit.estimate.fit.measured_rows import hardware_on as hardware_on
 from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, model_flops_per_token, step_time

@@ -6,7 +6,8 @@ import numpy as np
 
 from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Array
 from kit.estimate.theory.schedule import Simulation
-from kit.show.style import BLUE, GREEN, GROUND, INK, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, GREEN, GROUND, INK, VERMILION
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
 NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward",

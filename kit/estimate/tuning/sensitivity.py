@@ -11,7 +11,8 @@ import numpy as np
 from kit.errors import MissingPackageError
 from kit.estimate.theory.layouts import Array
 from kit.estimate.tuning.tune import Trials
-from kit.show.style import CHOICES, GREY, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import CHOICES, GREY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

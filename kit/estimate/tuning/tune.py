@@ -13,7 +13,8 @@ from cluster.record import ConfigError, Record, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.theory.layouts import Array
-from kit.show.style import BLUE, GREY, VERMILION, Rows, new_figure
+from kit.show.style import Rows, new_figure
+from kit.show.theme import BLUE, GREY, VERMILION
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
