@@ -11,7 +11,7 @@ from cluster.record import Record, field_doc
 from kit import terminal
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
-from kit.style import MUTED
+from kit.show.theme import MUTED
 from kit.table import Table
 
 Z_95 = 1.96

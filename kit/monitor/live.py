@@ -15,8 +15,8 @@ from cluster.state import JobState, read_exit
 from kit.monitor.figure import loss_figure
 from kit.monitor.text import COLOURS, duration, status_row
 from kit.run import Run
-from kit.style import MUTED
-from kit.terminal import number
+from kit.show.terminal import number
+from kit.show.theme import MUTED
 
 BADGES = {"green": "#007A5A", "cyan": "#00658C", "yellow": "#8A5A00", "red": "#B00020"}
 """Dark enough for white text on them, so that they can be read on a light and on a dark page."""

@@ -19,8 +19,8 @@ from kit.run import Run
 from kit.run.metrics import median
 from kit.run.rows import parse_row, rows_to_metrics
 from kit.show.style import new_figure, short
-from kit.show.theme import HUES
 from kit.show.terminal import number
+from kit.show.theme import HUES
 
 MAX_COMPARED = 8
 RECENT_STEPS = 20

@@ -15,7 +15,7 @@ from kit.monitor.ranks import RankTimes
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from kit.train import Trainer
+from kit.trainer.loop import Trainer
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, cost
 

@@ -15,7 +15,7 @@ from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.parallel.gradients import local
 from kit.run.alerts import AlertLog
-from kit.train import Trainer
+from kit.trainer.loop import Trainer
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, assert_same, cost
 

@@ -14,7 +14,7 @@ from cluster.process import Process
 from cluster.state import JobError, JobState, read_state, update_state
 from kit.errors import RunError
 from kit.run import Run
-from kit.train import Trainer
+from kit.trainer.loop import Trainer
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, assert_same, cost
 
