@@ -11,8 +11,8 @@ from cluster.record import Record, field_doc
 from kit import terminal
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
+from kit.show.table import Table
 from kit.show.theme import MUTED
-from kit.table import Table
 
 Z_95 = 1.96
 """Standard deviations to each side of 95 % of a normal distribution."""
