@@ -7,6 +7,7 @@ inside the allocation is `cluster.slurm.supervisor`.
 import contextlib
 import os
 import re
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from cluster.job import Job, JobSpec
 from cluster.render import check_submittable, scripts, slurm_table, warnings
 from cluster.site import Site
 from cluster.slurm import preflight
+from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
-from cluster.slurm.queries import slurm_command
 from cluster.slurm.script import slurm_scripts
 from cluster.state import JobError, SchedulerJob, read_history
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
+LOOKS, LOOK_EVERY_S = 3, 5.0
+"""For a job whose submission was not answered."""
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
@@ -144,8 +147,30 @@ def _sbatch(run_dir: Path, script: str, after: str) -> str:
         words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
     if nodes := lost_nodes(run_dir):
         words.append(f"--exclude={','.join(nodes)}")
-    answer = slurm_command([*words, script], os.environ.get("SLURM_CONF"), cwd=run_dir)
+    try:
+        answer = slurm_command([*words, script], os.environ.get("SLURM_CONF"), cwd=run_dir)
+    except NoAnswerError as error:
+        answer = _accepted(Path(os.path.realpath(run_dir / script)), error)
     job_id = answer.strip().partition(";")[0]
     if not job_id.isdigit():
         raise JobError(f"sbatch answered {answer.strip()!r}, which is no job number. Look with squeue --me.")
     return job_id
+
+
+def _accepted(script: Path, silence: NoAnswerError) -> str:
+    """Returns the number of a job that Slurm took although it did not answer: the one in the queue with its script.
+
+    Raises:
+        JobError: it is not there, or the queue cannot be seen either.
+    """
+    words = ["squeue", "--me", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%i %o"]
+    for _ in range(LOOKS):
+        time.sleep(LOOK_EVERY_S)
+        with contextlib.suppress(JobError):
+            jobs = [line.split(maxsplit=1) for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines()]
+            if numbers := [int(number) for number, command in jobs if command == str(script)]:
+                return str(max(numbers))
+    raise JobError(
+        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me --format='%i %o'` for "
+        f"{script}, and `scancel` it before you launch again."
+    ) from silence

@@ -193,11 +193,16 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
     return found if "JobState" in found else {}
 
 
+class NoAnswerError(JobError):
+    """A Slurm command was ended before it answered; what it asked for may happen all the same."""
+
+
 def slurm_command(words: list[str], config: str | None, cwd: Path | None = None) -> str:
     """Returns what a Slurm command prints.
 
     Raises:
-        JobError: it is not installed, fails or does not answer in time; with its own words.
+        NoAnswerError: it does not answer in time.
+        JobError: it is not installed or fails; with its own words.
     """
     try:
         done = subprocess.run(
@@ -208,7 +213,7 @@ def slurm_command(words: list[str], config: str | None, cwd: Path | None = None)
     except FileNotFoundError as error:
         raise JobError(f"{words[0]} is not installed here. Submit from a login node of the cluster.") from error
     except subprocess.TimeoutExpired as error:
-        raise JobError(f"{words[0]} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
+        raise NoAnswerError(f"{words[0]} did not answer within {COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise JobError(f"{shlex.join(words[:3])}: {said}")

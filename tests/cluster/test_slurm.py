@@ -43,6 +43,27 @@ def test_life_of_a_job(sandbox, site, tmp_path):
     assert list(job.logs(3, follow=True)) == ["attempt 1 rank 3 from step 0"]
 
 
+def test_a_job_that_was_taken_without_an_answer_is_found(sandbox, site, tmp_path, monkeypatch):
+    """The real sbatch submits, or does not, and then says nothing."""
+    sbatch, stand_in = shutil.which("sbatch"), tmp_path / "bin" / "sbatch"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f'#!/bin/sh\n[ -e {tmp_path}/deaf ] || {sbatch} "$@"; exec sleep 60\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stand_in.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queries, "COMMAND_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(slurm, "LOOK_EVERY_S", 0.5)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    run_dir = tmp_path / "link" / "a run"
+    job = slurm.submit(job_spec(run_dir, sys.executable, STANDIN, str(run_dir), "500", "0.1"), site)
+    assert eventually(lambda: job.state is JobState.RUNNING) and slurm_id(job).isdigit()
+    job.cancel()
+    (tmp_path / "deaf").touch()
+    with pytest.raises(JobError, match=r"sbatch did not answer within 5 s.*squeue --me.*again/submit.sh.*scancel"):
+        slurm.submit(job_spec(tmp_path / "again"), site)
+    assert not (tmp_path / "again").exists()
+
+
 def slurm_id(job):
     state = read_state(job.run_dir)
     assert state is not None and state.scheduler_job is not None
