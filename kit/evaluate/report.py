@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.record import Record, field_doc
-from kit import terminal
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.resolver import DataSource
+from kit.show import terminal
 from kit.show.table import Table
 from kit.show.theme import MUTED
 
