@@ -136,7 +136,7 @@ def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> 
 def test_a_silent_kernel_is_not_shown_as_live(open_screen, tmp_path) -> None:
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 60000; }")
-    screen.settle(1300)
+    screen.page.get_by_text("not live").wait_for()  # it looks at the clock once a second
     assert "not live" in screen.text(".kit-notice")
     assert "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
 

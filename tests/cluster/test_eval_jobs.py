@@ -1,6 +1,8 @@
 """Checkpoints of a run are scored by jobs of a real Slurm, one each, beside the run."""
 
 import json
+import time
+from collections.abc import Callable
 
 import kit
 from cluster.state import JobState
@@ -9,17 +11,20 @@ from kit.evaluate.follow import follow_run
 from kit.plan import Plan
 from tests.cluster.waiting import eventually
 
+NODES = "NodeName=node[1-4]"
+
 
 def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, recipe, tmp_path):
     run = kit.launch(
         tmp_path / "run", spec=spec, plan=Plan(global_batch_size=4), recipe=recipe.replace(num_steps=40), site=site
     )
     assert run.job.wait(240).state is JobState.DONE, run.job.logs()
+    sandbox.run("scontrol", "update", NODES, "State=drain", "Reason=held")
     first = follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=interrupt)
     assert list(first) == [], "ended before a job was done"
     jobs = run.directory / "eval" / "jobs"
     numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
-    found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2))
+    found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=release(sandbox)))
     assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)], "in whatever order they end"
     assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers, "started again, it took them up"
     for step in (20, 40):
@@ -30,6 +35,18 @@ def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, reci
 
 def interrupt(seconds: float) -> None:
     raise KeyboardInterrupt
+
+
+def release(sandbox) -> Callable[[float], None]:
+    """Returns a wait that first lets the nodes take jobs, which then know the follower that has taken them up."""
+    drained = [NODES]
+
+    def wait(seconds: float) -> None:
+        while drained:
+            sandbox.run("scontrol", "update", drained.pop(), "State=resume")
+        time.sleep(seconds)
+
+    return wait
 
 
 def slurm_number(folder) -> str:

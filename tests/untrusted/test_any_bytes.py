@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import struct
 import time
@@ -36,7 +37,8 @@ from kit.spec import ModelSpec
 
 OURS = (ConfigError, DataError, RunError)
 SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")
-fuzzed = settings(max_examples=80, deadline=2000, suppress_health_check=list(HealthCheck))
+LIMIT_S = 2.0
+"""CPU time of one reading; wall time is the machine's affair."""
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats() | st.text(),
@@ -44,6 +46,22 @@ json_values = st.recursive(
     max_leaves=5,
 )
 deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9" * 5000])
+
+
+def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
+    """Returns a decorator: the test is given so many examples, and none may take long."""
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def timed(*arguments: object, **example: object) -> None:
+            start = time.process_time()
+            test(*arguments, **example)
+            assert time.process_time() - start < LIMIT_S
+
+        limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        return limits(given(**strategies)(timed))
+
+    return decorate
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
@@ -62,8 +80,7 @@ def ours_or_value(read: Callable[[], object]) -> None:
         read()
 
 
-@fuzzed
-@given(data=st.binary(max_size=200) | deep | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join))
+@fuzzed(data=st.binary(max_size=200) | deep | st.lists(tables(*NAMES, "extra") | deep, max_size=8).map(b"\n".join))
 def test_metrics(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(data + b"\n")
@@ -75,8 +92,7 @@ def test_metrics(tmp_path: Path, data: bytes) -> None:
     ours_or_value(rows_to_metrics(rows, spec=SPEC, plans={1: plan}, site=SITE).mfu)
 
 
-@fuzzed
-@given(data=st.binary(max_size=300), header=tables("version", "names", "rows", "position", "tail", "skipped_lines"))
+@fuzzed(data=st.binary(max_size=300), header=tables("version", "names", "rows", "position", "tail", "skipped_lines"))
 def test_the_cache_of_metrics(tmp_path: Path, data: bytes, header: bytes) -> None:
     file, cache = tmp_path / "metrics.jsonl", tmp_path / "columns.bin"
     file.write_text('{"step": 1, "attempt": 1, "loss": 2.0}\n')
@@ -90,8 +106,7 @@ def test_the_cache_of_metrics(tmp_path: Path, data: bytes, header: bytes) -> Non
 STATE = ("state", "attempt", "step", "heartbeat", "step_time_s", "process", "scheduler_job", "reason", "rank", "time")
 
 
-@fuzzed
-@given(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
+@fuzzed(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
 def test_what_a_job_says(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "ranks").mkdir(exist_ok=True)
     for name in ("state.json", "exit.json", "history.jsonl", "ranks/rank_00000.json", "alerts.jsonl"):
@@ -105,8 +120,7 @@ RECORDS = (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records(tmp_path: Path, record: type) -> None:
-    @settings(fuzzed, max_examples=40)
-    @given(data=st.binary(max_size=200) | deep | tables(*fields(record)))
+    @fuzzed(40, data=st.binary(max_size=200) | deep | tables(*fields(record)))
     def check(data: bytes) -> None:
         (tmp_path / "r.json").write_bytes(data)
         ours_or_value(lambda: record.read(tmp_path / "r.json"))  # type: ignore[attr-defined]
@@ -122,8 +136,7 @@ words = st.sampled_from(
 )  # fmt: skip
 
 
-@fuzzed
-@given(data=st.binary(max_size=200) | deep | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join))
+@fuzzed(data=st.binary(max_size=200) | deep | st.lists(words | st.text(max_size=20), max_size=8).map("\n".join))
 def test_site_files(tmp_path: Path, data: bytes | str) -> None:
     file = tmp_path / "site.toml"
     file.write_bytes(data if isinstance(data, bytes) else data.encode(errors="surrogatepass"))
@@ -133,8 +146,7 @@ def test_site_files(tmp_path: Path, data: bytes | str) -> None:
 numbers = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
 
 
-@fuzzed
-@given(
+@fuzzed(
     code=st.integers(0, 255), lengths=st.lists(st.integers(-3, 5), max_size=4), offsets=st.lists(numbers, max_size=4),
     index=st.lists(numbers, max_size=7), tokens=st.binary(max_size=24), noise=st.binary(max_size=60), cut=st.booleans(),
 )  # fmt: skip
@@ -166,9 +178,10 @@ iteration 1/ 10 |;iteration 2/ 10 |; elapsed time per iteration (ms): 1e3 |; lm 
 pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\n", "\r", "9" * 5000, "9:" * 300])
 
 
-@settings(fuzzed, max_examples=120)
-@given(
-    text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join), format=st.sampled_from(["megatron", "nxdt"])
+@fuzzed(
+    120,
+    text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join),
+    format=st.sampled_from(["megatron", "nxdt"]),
 )
 def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str) -> None:
     folder = tmp_path_factory.mktemp("log")
@@ -207,8 +220,7 @@ def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) ->
     assert time.process_time() - start < 5
 
 
-@fuzzed
-@given(
+@fuzzed(
     data=st.binary(max_size=120) | deep, kinds=st.lists(st.integers(0, 20), max_size=12), size=st.integers(0, 2**64 - 1)
 )
 def test_gguf(tmp_path: Path, data: bytes, kinds: list[int], size: int) -> None:
@@ -229,8 +241,7 @@ CONFIG = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads
           "max_position_embeddings", "n_layer", "n_embd", "rope_parameters", "head_dim")  # fmt: skip
 
 
-@fuzzed
-@given(config=tables(*CONFIG) | deep, index=tables("weight_map", "metadata") | deep, weights=st.binary(max_size=80))
+@fuzzed(config=tables(*CONFIG) | deep, index=tables("weight_map", "metadata") | deep, weights=st.binary(max_size=80))
 def test_hugging_face_folders(tmp_path_factory, config: bytes, index: bytes, weights: bytes) -> None:
     folder = tmp_path_factory.mktemp("hf")
     real = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
@@ -242,8 +253,7 @@ def test_hugging_face_folders(tmp_path_factory, config: bytes, index: bytes, wei
     ours_or_value(lambda: SafetensorsFolder(folder).read("model.norm.weight"))
 
 
-@fuzzed
-@given(data=st.binary(max_size=120) | deep | tables("text", "model", "version", "added_tokens"))
+@fuzzed(data=st.binary(max_size=120) | deep | tables("text", "model", "version", "added_tokens"))
 def test_text_and_tokenizers(tmp_path: Path, data: bytes) -> None:
     for name in ("a.jsonl", "a.txt", "a.parquet", "tokenizer.json", "tokenizer.model"):
         (tmp_path / name).write_bytes(data)
