@@ -4,6 +4,7 @@ The pinned file holds numbers of items, not their texts, except for sentences of
 arXiv 1912.00582, github.com/alexwarstadt/blimp): one pair of each of its terms.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,15 @@ ITEMS = 8
 PINNED = Path(__file__).parent / "data" / "smollm2_items.json"
 
 
+@functools.cache
+def task_of(name: str) -> Any:
+    """Returns a benchmark, loaded once: that takes longer than a small model's answers."""
+    return load_task(name, mirror=default_mirror()).task
+
+
 def answers(lm: Any, task_name: str, items: list[int] | None = None) -> list[tuple[float, bool]]:
     """Returns log-likelihood and greedy choice of each continuation of some items of a benchmark (default: eight)."""
-    task = load_task(task_name, mirror=default_mirror()).task
+    task = task_of(task_name)
     if items is None:
         items = choose_items(task_name, len(task.eval_docs), ITEMS, seed=1234)
     with quiet():

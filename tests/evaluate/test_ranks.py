@@ -53,7 +53,7 @@ def results(lm: DecoderLM) -> dict[str, Any]:
     def requests(kind: Any, arguments: list[tuple]) -> list[Instance]:
         return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
-    contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(12)]
+    contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(6)]
     pairs = [(context, f" because of {word}") for context in contexts for word in ("it", "the module", "seven")]
     greedy = {"until": ["e"], "max_gen_toks": 6}
     sampled = {**greedy, "do_sample": True, "temperature": 0.9}
@@ -61,8 +61,8 @@ def results(lm: DecoderLM) -> dict[str, Any]:
     return {
         "scores": [value for value, _ in scored],
         "greedy choices": [choice for _, choice in scored],
-        "rolling": lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text * 9,) for text in contexts[:5]])),
-        "texts": lm.generate_until(requests("generate_until", [(text, greedy) for text in contexts[:6]])),
+        "rolling": lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text * 9,) for text in contexts[:2]])),
+        "texts": lm.generate_until(requests("generate_until", [(text, greedy) for text in contexts])),
         "samples": lm.generate_until(requests("generate_until", [(contexts[0], sampled)] * 4)),
     }
 

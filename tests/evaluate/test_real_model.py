@@ -35,6 +35,17 @@ def smollm2() -> tuple[Decoder, BytePairTokenizer]:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="module")
+def of_smollm2(smollm2) -> dict[str, list[tuple[float, bool]]]:
+    """What our model says of all items, by task, and of BLiMP's sentences."""
+    lm = ours(*smollm2)
+    return {name: answers(lm, name) for name in TASKS} | {"blimp": sentence_answers(lm, sentences())}
+
+
+def sentences() -> list[str]:
+    return [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
+
+
 def ours(decoder: Decoder, tokenizer: BytePairTokenizer) -> DecoderLM:
     return DecoderLM(decoder, tokenizer, sequence_length=decoder.spec.sequence_length)
 
@@ -61,24 +72,23 @@ def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bo
     assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), "items must differ to mean anything"
 
 
-def test_items_of_smollm2_have_their_pinned_log_likelihoods(smollm2) -> None:
-    pinned, lm = json.loads(PINNED.read_text()), ours(*smollm2)
+def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
+    pinned = json.loads(PINNED.read_text())
     for name in TASKS:
-        found = [value for value, _ in answers(lm, name)]
+        found = [value for value, _ in of_smollm2[name]]
         assert found == pytest.approx(pinned["tasks"][name], abs=SAME_FILE, rel=0), name
     pairs = pinned["blimp"]["pairs"]
-    found = [value for value, _ in sentence_answers(lm, [text for pair in pairs for text in pair])]
+    found = [value for value, _ in of_smollm2["blimp"]]
     assert found == pytest.approx(pinned["blimp"]["log_likelihoods"], abs=SAME_FILE, rel=0)
     right = sum(good > bad for good, bad in zip(found[::2], found[1::2], strict=True))
     assert right > 0.6 * len(pairs), "a pretrained model tells most good sentences from bad ones"
 
 
-def test_smollm2_equals_the_harness_on_every_item(smollm2, tmp_path: Path) -> None:
+def test_smollm2_equals_the_harness_on_every_item(smollm2, of_smollm2, tmp_path: Path) -> None:
     reference, lm = theirs(*smollm2, tmp_path / "smollm2"), ours(*smollm2)
     for name in TASKS:
-        assert_equal(answers(lm, name), answers(reference, name), EQUAL)
-    sentences = [text for pair in json.loads(PINNED.read_text())["blimp"]["pairs"] for text in pair]
-    assert_equal(sentence_answers(lm, sentences), sentence_answers(reference, sentences), EQUAL)
+        assert_equal(of_smollm2[name], answers(reference, name), EQUAL)
+    assert_equal(of_smollm2["blimp"], sentence_answers(reference, sentences()), EQUAL)
     options = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     requests = [
         Instance(request_type="generate_until", doc={}, arguments=(text, options), idx=0)
