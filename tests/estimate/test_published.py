@@ -102,10 +102,11 @@ def test_traps_are_refused_with_the_line_and_the_reason(write, change, message):
 
 
 def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
-    runs, refused = published.read(
+    runs, refused, left_out = published.read(
         write({}, dict(global_batch="321"), dict(tp=""), dict(seconds_per_iter="", tflops_per_gpu=""))
     )
     assert len(runs) == 1 and [line for line, _ in refused] == [3]
+    assert left_out == [(4, "no tp"), (5, published.TIMELESS)]
 
 
 def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):

@@ -129,9 +129,13 @@ def test_a_machine_of_the_kit_starts_from_its_own_rows(tmp_path, published_rows)
 
 def test_refused_rows_are_counted_and_the_rest_is_scored(tmp_path, published_rows):
     rows = [row for row in published_rows if row["system"] == "LUMI"]
-    bad = rows[0] | dict(global_batch="1023")
-    table = {row.name: row for row in validate.validate(write(tmp_path / "rows.csv", [*rows, bad]), 2, seed=3)}
+    bad, timeless = rows[0] | dict(global_batch="1023"), rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu="")
+    file = write(tmp_path / "rows.csv", [*rows, bad, timeless, timeless, rows[0] | dict(tp="")])
+    table = {row.name: row for row in validate.validate(file, 2, seed=3)}
     assert table["rows refused"].value == 1 and "accumulation" in table["rows refused"].note
+    left_out, line = table["rows left out"], len(rows) + 3
+    assert left_out.value == 3 and left_out.note.startswith(f"line {line} and 1 more: no seconds_per_iter"), left_out
+    assert left_out.note.endswith(f"; line {line + 2}: no tp")
     assert "10 rows" in table["LUMI: mean error"].note
 
 

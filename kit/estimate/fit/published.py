@@ -23,6 +23,7 @@ FILE = Path(__file__).parent / "data" / "published_runs.csv"
 REQUIRED = ("source", "system", "gpu", "model", "precision")
 LAYOUT = ("gpus", "layers", "hidden", "heads", "seq", "tp", "pp", "global_batch")
 """Columns of numbers; a row that leaves one of these open is left out."""
+TIMELESS = "no seconds_per_iter, mfu or tflops_per_gpu (with its basis), nor kind oom"
 NUMBERS = (
     *LAYOUT, "peak_tflops_bf16", "ffn_hidden", "kv_heads", "vocab", "virtual_stages", "cp", "dp", "zero_stage",
     "micro_batch", "flash_attention", "gradient_bytes", "seconds_per_iter", "tflops_per_gpu", "mfu", "hfu", "memory_gb",
@@ -38,6 +39,7 @@ SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
 """Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on GB200, 6 on GB300)."""
 NEVER_SEEN = 0.92
 """Of the peak: no large matrix product is published above this; the fraction is refused where no ceiling is known."""
+Lines = list[tuple[int, str]]
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
 
 
@@ -53,7 +55,7 @@ def load(file: str | os.PathLike[str] | None = None, *, system: str | None = Non
     Raises:
         ConfigError: no such file, columns missing, or rows that contradict themselves or physics (all named).
     """
-    runs, refused = read(FILE if file is None else file)
+    runs, refused, _ = read(FILE if file is None else file)
     if refused:
         lines = "\n".join(f"  line {line}: {reason}" for line, reason in refused[:10])
         more = f"\n  and {len(refused) - 10} more" if len(refused) > 10 else ""
@@ -61,8 +63,8 @@ def load(file: str | os.PathLike[str] | None = None, *, system: str | None = Non
     return tuple(run for run in runs if system is None or run.system == system)
 
 
-def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], list[tuple[int, str]]]:
-    """Returns (runs, refused), where refused are (line number, reason); rows without a layout are in neither.
+def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
+    """Returns (runs, refused, left out): rows that cannot be right, and those that say too little, as (line, reason).
 
     Raises:
         ConfigError: no such file, or a column is missing.
@@ -79,25 +81,24 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], list[t
         raise ConfigError(
             f"{path}: columns {', '.join(missing)} are missing. Needed: {', '.join((*REQUIRED, *LAYOUT))}."
         )
-    runs, refused = [], []
+    runs, refused, left_out = [], [], []
     for line, row in enumerate(rows, start=2):
         try:
             run = _run(row)
         except ConfigError as error:
             refused.append((line, str(error)))
         else:
-            if run is not None:
-                runs.append(run)
-    return tuple(runs), refused
+            left_out.append((line, run)) if isinstance(run, str) else runs.append(run)
+    return tuple(runs), refused, left_out
 
 
-def _run(row: dict[str, str]) -> PublishedRun | None:
-    """Returns the typed run of one CSV row, None where the source leaves the layout open."""
+def _run(row: dict[str, str]) -> PublishedRun | str:
+    """Returns the typed run of one CSV row, or which columns it leaves open without which it cannot be used."""
     x: dict[str, Any] = (
         row | {name: _number(row, name) for name in NUMBERS} | {name: _word(row, name) for name in WORDS}
     )
-    if not (x["source"] and x["gpu"]) or any(x[name] is None for name in LAYOUT):
-        return None
+    if lacking := [name for name in ("source", "gpu", *LAYOUT) if x[name] in (None, "")]:
+        return f"no {', '.join(lacking)}"
     run = PublishedRun(
         source=x["source"], system=x["system"], device=x["gpu"], stack=_stack(x["source"], x["system"]),
         kind=x["kind"] or "measured", status=x["status"] or "read", basis=Basis(x["basis"] or "unknown"),
@@ -108,7 +109,7 @@ def _run(row: dict[str, str]) -> PublishedRun | None:
     if run.kind == "measured":
         seconds = x["seconds_per_iter"] or _derived_seconds(run, x)
         if seconds is None:
-            return None
+            return TIMELESS
         run = dataclasses.replace(run, step_time_s=seconds)
     _check(run, x)
     return run

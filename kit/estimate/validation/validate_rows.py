@@ -1,6 +1,7 @@
 """Validation on rows of your own: any CSV with the columns of the published runs, new machines included. No torch."""
 
 import os
+from collections import Counter
 
 import numpy as np
 
@@ -32,11 +33,11 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
     """
     if calibrate < 0:
         raise ConfigError(f"validate.calibrate: {calibrate} is not allowed. Give a number of runs from 0.")
-    runs, refused = published.read(file)
+    runs, refused, left_out = published.read(file)
     measured = [run for run in runs if run.kind == "measured"]
     if not runs:
-        reasons = "; ".join(f"line {line}: {reason}" for line, reason in refused[:3])
-        raise ConfigError(f"{file}: no row has a layout and a time or an out-of-memory label. {reasons}")
+        raise ConfigError(f"{file}: no row has a layout and a time or an out-of-memory label. "
+                          f"{_reasons([*refused, *left_out])}")  # fmt: skip
     table, errors, inside = [], [], []
     for system in dict.fromkeys(run.system for run in measured):
         own = [run for run in measured if run.system == system]
@@ -51,9 +52,16 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
         table.append(row("all rows: worst error", float(off.max()), "fraction"))
         table.append(row("all rows: 90 % interval holds", float(covered.mean()), "fraction"))
     table += memory_validation(runs)
-    reasons = "; ".join(f"line {line}: {reason}" for line, reason in refused[:3])
-    table.append(row("rows refused", len(refused), note=reasons))
+    table.append(row("rows refused", len(refused), note=_reasons(refused)))
+    table.append(row("rows left out", len(left_out), note=_reasons(left_out)))
     return tuple(table)
+
+
+def _reasons(lines: published.Lines) -> str:
+    """Returns `line 7 and 2 more: no tp; ...`: the commonest three reasons."""
+    counts, first = Counter(reason for _, reason in lines), {reason: line for line, reason in reversed(lines)}
+    more = {reason: f" and {count - 1} more" if count > 1 else "" for reason, count in counts.most_common(3)}
+    return "; ".join(f"line {first[reason]}{rest}: {reason}" for reason, rest in more.items())
 
 
 def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, Array, str]:
