@@ -53,7 +53,8 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 	$(BIN)/python -m tests.benchmarks
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
-	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits
+	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
+	    tests/cluster/test_notebooks_at_cluster_scale.py::test_watches_and_scores_on_the_readers_cluster
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cluster.record import suggestion
 from kit.convert import load_model
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, suite
+from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, num_files, suite
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, default_mirror
 from kit.run import Run
@@ -244,21 +244,21 @@ def score_all(
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            yield _unscored(request, error)
+            yield _unscored(request, error, mirror)
     for task in loaded:
         try:
             yield score_task(lm, task, limit=task.request.limit, seed=options.seed, scorer=scorer)
         except (ConfigError, DataError) as error:
             if not skip:
                 raise
-            yield _unscored(task.request, error)
+            yield _unscored(task.request, error, mirror)
 
 
-def _unscored(request: TaskRequest, error: Exception) -> Unscored:
+def _unscored(request: TaskRequest, error: Exception, mirror: Path) -> Unscored:
     reason = str(error).removeprefix(f"{request.task}: ")
     return Unscored(
         task=request.task, num_fewshot=request.shots, num_samples=request.samples, temperature=request.temperature,
-        top_p=request.top_p, reason=reason,
+        top_p=request.top_p, reason=reason, num_files=num_files(request.task, mirror),
     )  # fmt: skip
 
 

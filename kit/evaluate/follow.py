@@ -15,7 +15,7 @@ from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError
 from kit.evaluate import Options, check_request, default_mirror, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate.benchmarks import TaskRequest, num_files
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
 
@@ -48,8 +48,9 @@ def follow_run(
 ) -> Iterator[Followed]:
     """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended and all are.
 
-    Checkpoints that have these scores already are passed over, so it may be ended and started again. A checkpoint that
-    the run deletes before its turn is reported as such: keep more of them (`recipe.keep_last`, `keep_every`).
+    Checkpoints that have these scores already are passed over, so it may be ended and started again; what could not be
+    scored is tried again when more files of its benchmark have come. A checkpoint that the run deletes before its turn
+    is reported as such: keep more of them (`recipe.keep_last`, `keep_every`).
 
     Args:
         run: at any time of its life. Only `eval/` is written.
@@ -66,12 +67,15 @@ def follow_run(
     chosen, requests = Options.of(options), check_request(tasks)
     pending: dict[int, Job] = {}
     done: set[int] = set()
+    held: dict[int, int] = {}
     try:
         while True:
             over = _is_over(run)  # before looking, so that the last checkpoint is not missed
+            files = sum(num_files(request.task, _mirror(chosen)) for request in requests)
             for step in run.checkpoints.steps():
-                if step in done or step in pending:
+                if step in pending or step in done and files <= held[step]:
                     continue
+                held[step] = files
                 if has_scores(run, step, requests, chosen):
                     done.add(step)
                     continue
@@ -122,14 +126,18 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     except (ConfigError, CheckpointError):
         return False
     dataset = run.dataset()
-    heldout, mirror = dataset.directory / VALIDATION_TEXT, options.mirror or default_mirror()
+    heldout, mirror = dataset.directory / VALIDATION_TEXT, _mirror(options)
     current = [score for score in report.scores if _is_current(score, heldout, mirror, options)]
-    tried = {item.question for item in report.unscored}
+    tried = {item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files}
     asked = [options.applied(request) for request in requests]
     return same and report.tokenizer_sha256 == dataset.info.tokenizer_sha256 and all(
         request.question in tried or any(score.answers(request, options.seed) for score in current)
         for request in asked
     )  # fmt: skip
+
+
+def _mirror(options: Options) -> Path:
+    return Path(options.mirror or default_mirror())
 
 
 def _is_current(score: TaskScore, heldout: Path, mirror: Path, options: Options) -> bool:

@@ -158,6 +158,7 @@ class Unscored(Record):
     temperature: float = field_doc("of sampled texts", default=0.0)
     top_p: float = field_doc("of sampled texts", default=1.0)
     reason: str = field_doc("why, and what would mend it")
+    num_files: int = field_doc("files of its data that were there", default=0)
 
     @property
     def question(self) -> tuple[str, int | None, int, float, float]:

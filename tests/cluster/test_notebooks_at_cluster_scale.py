@@ -54,3 +54,15 @@ def test_trains_what_its_reader_gives_on_the_readers_cluster(name: str, steps: l
     if name == "00_quickstart":
         assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
         assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2, "scored by jobs, not in the kernel"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["04_watch_a_run", "05_evaluate"])
+def test_watches_and_scores_on_the_readers_cluster(name: str, run_notebook, monkeypatch, pytestconfig) -> None:
+    """A notebook's last cell checks what it has claimed."""
+    if not pytestconfig.getoption("--real-limits"):
+        pytest.skip("some minutes each; `make faults` runs them")
+    for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):  # they need the benchmarks and a pretrained model
+        monkeypatch.delenv(variable)
+    run_notebook(name)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from kit.__main__ import app
 from kit.errors import ConfigError
-from kit.evaluate import EvalReport, Metric, Options, TaskScore, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest
+from kit.evaluate import EvalReport, Metric, Options, TaskScore, check_request, evaluate, report_file
+from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.follow import eval_job, follow_run, has_scores
 from kit.evaluate.resolver import DataSource
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
@@ -60,6 +60,26 @@ def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(run, mir
     broken, whole = follow(run, mirror)
     assert not broken.scored and "not scored: " in broken.line() and "0 bytes" in broken.said
     assert whole.scored
+
+
+@pytest.mark.parametrize("tasks", [("heldout", "piqa"), "smoke"])
+def test_what_could_not_be_scored_is_tried_again_when_its_data_arrives(run, mirror, tmp_path, monkeypatch, tasks):
+    own, aside = tmp_path / "evalsets", tmp_path / "piqa.parquet"
+    shutil.copytree(mirror, own)
+    place = own / BENCHMARKS["piqa"].path
+    place.rename(aside)
+    looks = iter([False, False, True, True, True])
+    monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(looks))
+    arrivals = iter([lambda: None, lambda: aside.rename(place)])
+    first, second = follow_run(run, tasks, mirror=own, limit=5, poll_s=0, idle=lambda seconds: next(arrivals)())
+    assert "piqa" not in first.said.split("not scored")[0] and "piqa acc_norm" in second.said
+    place.rename(aside)
+    report_file(run, 3).unlink()
+    list(follow_run(run, tasks, mirror=own, limit=5))
+    aside.rename(place)
+    (again,) = follow_run(run, tasks, mirror=own, limit=5)
+    assert "piqa acc_norm" in again.said, "of a follower that was started later, too"
+    assert has_scores(run, 3, check_request(tasks), Options(mirror=own, limit=5))
 
 
 def test_interrupting_keeps_what_is_scored(run, mirror, monkeypatch):
