@@ -119,7 +119,7 @@ class DecoderLM(TemplateLM):
             self.num_truncated += len(context_tokens) + len(tokens) - 1 > self.max_length
         return self._score_all([(context, continuation) for _, context, continuation in requests])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _score_all(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         # Equal inputs, such as those of one-token answers to one question, are one sequence.
         targets: dict[packing.Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)

@@ -94,7 +94,7 @@ def batches(decoder: Decoder, prompts: list[Prompt], options: Generation) -> Ite
         left = left[count:]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     decoder: Decoder,
     prompts: list[Prompt],

@@ -128,6 +128,9 @@ def _loaded(
         stand_in = types.SimpleNamespace(compute=lambda **_: ({}, {}))
         with swapped(evaluate, "load", lambda *_, **__: stand_in):
             found = task_manager().load([request.task])
+    for task in found["tasks"].values():
+        if task.config.process_docs is not None:  # the harness does it anew whenever it looks at the documents
+            task.config.process_docs = functools.cache(task.config.process_docs)
     shots = _shots(request, found)
     for task in found["tasks"].values() if shots else ():
         task.set_config(key="num_fewshot", value=shots)
