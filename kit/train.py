@@ -86,10 +86,11 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
 
 def _record_attempt(run: Run, attempt: int) -> None:
-    """Writes the plan of this attempt and env.json: versions, host, git commit."""
+    """Writes plan and site of this attempt, and env.json: versions, host, git commit."""
     import json
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+    run.site.write(run.directory / f"site.attempt_{attempt:02d}.json")
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None

@@ -66,7 +66,7 @@ def test_run_directory_holds_the_contract(unbroken):
     names = {path.name for path in unbroken.directory.iterdir()}
     assert names >= {
         "spec.json", "plan.json", "recipe.json", "site.json", "job.json", "submit.sh", "env.json", "state.json",
-        "exit.json", "metrics.jsonl", "ranks", "logs", "checkpoints", "plan.attempt_01.json",
+        "exit.json", "metrics.jsonl", "ranks", "logs", "checkpoints", "plan.attempt_01.json", "site.attempt_01.json",
     }  # fmt: skip
     metrics = unbroken.metrics()
     assert metrics["step"].tolist() == list(range(1, STEPS + 1))

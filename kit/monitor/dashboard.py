@@ -263,10 +263,10 @@ class Dashboard:
 
 def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
     try:
-        plan = run.plans().get(attempt, run.plan)
+        plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     except ConfigError:  # written this moment, or damaged
-        plan = run.plan
-    return utilisation_rates(run.spec, plan, run.site) or (math.nan, math.nan)
+        plan, site = run.plan, run.site
+    return utilisation_rates(run.spec, plan, site) or (math.nan, math.nan)
 
 
 def _curves(run: Run) -> Curves:

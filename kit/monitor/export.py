@@ -31,7 +31,7 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
 
     recorded = _recorded(run)
     kept = recorded if every_attempt else _newest(recorded)
-    metrics = rows_to_metrics(kept, spec=run.spec, plans=run.plans(), site=run.site)
+    metrics = rows_to_metrics(kept, spec=run.spec, plans=run.plans(), site=run.site, other_sites=run.other_sites())
     names = list(metrics.columns) + sorted({name for row in kept for name in row} - set(metrics.columns))
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
     columns |= {name: pyarrow.array(column) for name, column in _derived(metrics, total=not every_attempt).items()}

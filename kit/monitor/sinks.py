@@ -31,10 +31,10 @@ NOT_SCALARS = ("step", "attempt", "time")
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and holds, mfu and hfu."""
     try:
-        plans = run.plans()
+        plans, elsewhere = run.plans(), run.other_sites()
     except ConfigError:  # damaged; what was recorded is still worth sending
-        plans = {}
-    metrics = rows_to_metrics(rows, spec=run.spec, plans=plans, site=run.site)
+        plans, elsewhere = {}, {}
+    metrics = rows_to_metrics(rows, spec=run.spec, plans=plans, site=run.site, other_sites=elsewhere)
     derived = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
     found = []
     for i, row in enumerate(rows):

@@ -1,11 +1,12 @@
 """Run: the directory that is the contract between a job, a notebook and a scheduler. Imports no torch.
 
-spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json: the plan of each attempt)
+spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json, site.attempt_01.json: then)
 job.json submit.sh env.json                   how it was started, and with which versions
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
 metrics.jsonl checkpoints/ eval/              what came out
 """
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -101,18 +102,23 @@ class Run:
 
     def plans(self) -> dict[int, Plan]:
         """Returns the plan of each attempt that has started."""
-        found = {}
-        for file in sorted(self.directory.glob("plan.attempt_*.json")):
-            match = re.fullmatch(r"plan\.attempt_(\d+)\.json", file.name)
-            if match:
-                found[int(match[1])] = Plan.read(file)
-        return found
+        return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}
+
+    def other_sites(self) -> dict[int, Site]:
+        """Returns the site of each attempt on another one than the newest, whose site.json may be corrected later."""
+        sites = ((attempt, Site.read(file)) for attempt, file in self._of_attempts("site"))
+        return {attempt: site for attempt, site in sites if site.name != self.site.name}
+
+    def _of_attempts(self, record: str) -> list[tuple[int, Path]]:
+        files = sorted(self.directory.glob(f"{record}.attempt_*.json"))
+        return [(int(match[1]), file) for file in files if (match := re.search(r"attempt_(\d+)\.json$", file.name))]
 
     def metrics(self) -> "Metrics":
         """Returns the steps recorded so far."""
         from kit.run.metrics import Metrics
 
-        return Metrics.read(self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site)
+        read = Metrics.read(self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site)
+        return dataclasses.replace(read, other_sites=self.other_sites())
 
     def dataset(self) -> "Dataset":
         """Returns the token files that the run reads."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Metrics:
     plans: dict[int, Plan]
     site: Site
     skipped_lines: int
+    other_sites: Mapping[int, Site] = dataclasses.field(default_factory=dict)
+    """Of attempts that ran elsewhere than on `site`."""
 
     @classmethod
     def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
@@ -106,10 +109,10 @@ class Metrics:
         """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
-            found = utilisation_rates(self.spec, plan, self.site)
-            if found is None:
+            found = utilisation_rates(self.spec, plan, self.other_sites.get(attempt, self.site))
+            if found is None and attempt not in self.other_sites:
                 return None
-            rates[:, self["attempt"] == attempt] = np.array(found)[:, None]
+            rates[:, self["attempt"] == attempt] = np.array(found or (np.nan, np.nan))[:, None]
         with np.errstate(all="ignore"):
             return rates * self.tokens_per_s
 

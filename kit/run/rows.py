@@ -65,10 +65,12 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def rows_to_metrics(rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> Metrics:
+def rows_to_metrics(
+    rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site, **other: Any
+) -> Metrics:
     """Returns rows as they are, in their order and with repeated steps, as metrics with their derived speeds."""
     columns = {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in COLUMNS}
-    return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0)
+    return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0, **other)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from cluster.site import Site
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.export import export_table
 from kit.plan import Plan
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
+from tests.monitor.recorded import recorded_run
 
 
 def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True) -> Metrics:
@@ -22,6 +25,25 @@ def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test") if peak else Site.load("laptop")
     return Metrics.read(file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site)
+
+
+def test_each_attempt_has_the_peak_of_the_site_that_it_ran_on(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=40, second_attempt_at=20)
+    first, before = run.metrics()["attempt"] == 1, run.metrics().mfu()
+    away = Site.load("laptop").replace(name="elsewhere")
+    away.with_measured_peak("fp32", 4e11, "test").write(run.directory / "site.attempt_01.json")
+    run.site.with_measured_peak("fp32", 9e11, "before it was corrected").write(run.directory / "site.attempt_02.json")
+    mfu = run.metrics().mfu()
+    assert before is not None and mfu is not None and 0 < first.sum() < len(mfu)
+    assert np.allclose(mfu[first], before[first] / 2) and np.array_equal(mfu[~first], before[~first])
+    dashboard = Dashboard(run)
+    while dashboard.read():
+        pass
+    assert np.allclose(dashboard.curves["mfu"], mfu)
+    assert np.allclose(export_table(run)["mfu"].to_numpy(), mfu)
+    away.write(run.directory / "site.attempt_01.json")
+    mfu = run.metrics().mfu()
+    assert mfu is not None and np.isnan(mfu[first]).all() and np.array_equal(mfu[~first], before[~first])
 
 
 def test_one_lost_duration_costs_neither_speed_nor_mfu(tmp_path: Path) -> None:

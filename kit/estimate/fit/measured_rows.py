@@ -115,14 +115,16 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
         machine = hardware or (Hardware.of(site) if site is not None else None)
         return rows if machine is None else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
     run = run if isinstance(run, Run) else Run.open(Path(run))
-    metrics, plans = run.metrics(), run.plans()
+    metrics, plans, elsewhere = run.metrics(), run.plans(), run.other_sites()
     times, layouts, machines = [], [], []
     for attempt, plan in plans.items():
         steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
         if len(steps):
             times.append(float(np.median(steps)))
             layouts.append(Layouts.of(run.spec, [plan], flash_attention=2, gradient_bytes=4.0))
-            machines.append(hardware or hardware_on(site or run.site, layouts[-1], plan.precision))
+            machines.append(
+                hardware or hardware_on(site or elsewhere.get(attempt, run.site), layouts[-1], plan.precision)
+            )
     if not times:
         raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
     return Rows(
