@@ -1,18 +1,9 @@
 """The benchmarks themselves: they compare like with like, and read costs from records correctly."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.benchmarks.overhead import CHECKPOINT_EVERY, costs
-from tests.benchmarks.train_speed import AS_USED, take_turns
-
-
-@pytest.mark.slow
-def test_contestants_train_the_same_model(tmp_path: Path) -> None:
-    turns = take_turns(AS_USED, tmp_path, threads=1, rounds=1, steps=1)  # raises where losses differ
-    assert set(turns) == set(AS_USED) and all(len(times) == 1 and times[0] > 0 for times in turns.values())
 
 
 def test_costs_are_found_in_stamps() -> None:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import gpu
+from tests.benchmarks import gpu, train_speed
 
 
 def test_the_tiny_form_runs_all_four_side_by_side(tmp_path: Path, monkeypatch) -> None:
+    """They raise where losses differ; those whose speed is compared on CPUs are among them."""
+    assert {each.name for each in train_speed.AS_USED.values()} < {each.name for each in gpu.ENTRANTS.values()}
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     rows = {row.name: row for row in gpu.measure(tmp_path, rounds=1, steps=1)}
     assert {f"{name}, tiny" for name in gpu.ENTRANTS} < set(rows)

@@ -257,10 +257,10 @@ def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
     measured = MeasuredRate(
         spec=llama_spec.replace(vocab_size=300), recipe=recipe, directory=tmp_path / "runs", timeout_s=60
     )
-    space = {"tensor_parallel": (1, 2), "pipeline_parallel": (1, 2), "micro_batch_size": (2,), "num_microbatches": (2,)}
-    trials = tune(measured, space, num_trials=4, sampler="random", storage=tmp_path / "trials.json")
+    space = {"tensor_parallel": (1, 2, 4), "micro_batch_size": (2,), "num_microbatches": (2,)}
+    trials = tune(measured, space, num_trials=3, sampler="random", storage=tmp_path / "trials.json")
     failed = [trial for trial in trials.trials if trial.failure]
-    assert [trial.parameters["tensor_parallel"] * trial.parameters["pipeline_parallel"] for trial in failed] == [4]
+    assert [trial.parameters["tensor_parallel"] for trial in failed] == [4], "two key/value heads, and two cores"
     assert (trials.values[~np.isnan(trials.values)] > 0).all()
     assert measured(trials.best.parameters) == trials.best.value  # read from its run, not run again
 

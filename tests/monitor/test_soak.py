@@ -18,7 +18,7 @@ from kit.run import Run
 from kit.run.alerts import AlertLog
 from tests.monitor.recorded import TOKENS, add_rows, beat, recorded_run
 
-HOURS, STEP_S, TICK_STEPS, LOOK_TICKS = 24, 1.0, 25, 4  # a tick of 0.25 s at 100 times real speed
+HOURS, STEP_S, TICK_STEPS, LOOK_TICKS = 24, 1.0, 50, 4  # a tick of 0.25 s at 200 times real speed
 RANKS, SLOW_RANK, SLOW_HOURS = 64, 37, (10, 12)
 RESUMED = {8: 500, 16: 900}  # hour of a new attempt: steps that it does again
 LOST_STEPS, SPIKES = (20_000, 50_000), (30_000, 61_000)
