@@ -17,11 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.record import ConfigError, write_atomic
-from cluster.state import (
-    JobError,
-    JobState,
-    update_state,
-)
+from cluster.state import JobError, JobState, update_state
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import start_process_group
 from kit.errors import DataError, MissingPackageError, RunError

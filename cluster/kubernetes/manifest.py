@@ -187,17 +187,17 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, attempt: int) -> str:
         *_compilation_lines(table),
         "# Told to end: all ranks save and stop at the same step.",
         'stopped="$KIT_RUN_DIR/control/stopped_$KIT_ATTEMPT"',
-        "trap 'touch \"$stopped\" \"$KIT_RUN_DIR/control/request_stop\"' TERM",
+        'trap \'touch "$stopped" "$KIT_RUN_DIR/control/request_stop"\' TERM',
         '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
         f'"$KIT_RUN_DIR" "$KIT_ATTEMPT" {table.namespace} {quote(job_id)} || exit',
         'LOG=$(printf "attempt_%02d" "$KIT_ATTEMPT") run_node &',
         "agent=$!",
-        "while wait \"$agent\"; code=$?; kill -0 \"$agent\" 2>/dev/null; do :; done",
+        'while wait "$agent"; code=$?; kill -0 "$agent" 2>/dev/null; do :; done',
         f'[ ! -e "$stopped" ] || exit {STOPPED_CODE}',
         '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] '
         '|| python -m cluster.kubernetes end "$KIT_RUN_DIR" "$KIT_ATTEMPT"',
         'exit "$code"',
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

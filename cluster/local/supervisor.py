@@ -36,16 +36,7 @@ from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, log_tail, record
 from cluster.process import Process
 from cluster.progress import fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
-from cluster.state import (
-    JobError,
-    JobState,
-    asked_at,
-    log_path,
-    read_exit,
-    read_state,
-    read_taken,
-    update_state,
-)
+from cluster.state import JobError, JobState, asked_at, log_path, read_exit, read_state, read_taken, update_state
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LOOK_EVERY_S = 1.0

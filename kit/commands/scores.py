@@ -28,8 +28,7 @@ def evaluate(
     ],
     step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
     tasks: Annotated[
-        str | None,
-        typer.Option(help="comma-separated; default: heldout (of a run), piqa, arc_easy"),
+        str | None, typer.Option(help="comma-separated; default: heldout (of a run), piqa, arc_easy")
     ] = None,
     suite: Annotated[str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")] = None,
     limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part: never a result")] = None,

@@ -20,9 +20,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 
-MODEL = ModelSpec.gpt(
-    name="gpt-demo", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256
-)  # fmt: skip
+MODEL = ModelSpec.gpt(name="gpt-demo", num_layers=4, hidden_size=128, num_heads=4, vocab_size=4096, sequence_length=256)
 STEPS = 8
 MICROBATCHES = 4
 """Of a replica, wherever their number is not what changes."""

@@ -20,7 +20,7 @@ from kit.spec import ModelSpec
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 NO_MOMENTS = Convention(
     name="fp16 weight, fp16 gradient, fp32 copy, no Adam moments yet", weights=2, gradients=2, optimizer=4
-)  # fmt: skip
+)
 """What the Frontier log can hold: all its steps so far were skipped by loss scaling."""
 LUMI_MODEL = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
                            sequence_length=2048)  # fmt: skip
@@ -102,7 +102,7 @@ def lumi_bytes(replicas: int) -> float:
     """Returns the modelled bytes between steps on LUMI's last pipeline device."""
     plan = paper_plan(
         tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, micro_batch_size=2, global_batch_size=1024
-    )  # fmt: skip
+    )
     stage = memory_by_stage(
         Layouts.of(LUMI_MODEL, [plan], flash_attention=0), layers=LUMI_LAYERS, kernels=MEGATRON,
         convention=CONVENTIONS["deepspeed_bf16"],
@@ -121,8 +121,7 @@ def _dynamic_layers() -> list[Layer]:
     more = [p.replace(value=str(p.number - b.number), known="derived") for p, b in zip(peaks, before, strict=True)]
     log = Layer.published(more, label="log", scale=MIB / GIB)
     reserved = RESERVE.used_bytes(np.zeros(16), stages.dynamic) / GIB
-    return [log, _against(log, "activations", stages.dynamic / GIB),
-            _against(log, "and reserve", reserved)]  # fmt: skip
+    return [log, _against(log, "activations", stages.dynamic / GIB), _against(log, "and reserve", reserved)]
 
 
 def _lumi_layers() -> list[Layer]:

@@ -62,7 +62,7 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     spent = Layer.published(
         [published[0].replace(value=str(published[0].number * 3072 * 24 / 1e6), unit="million GCD-hours")],
         label="from the paper's rate",
-    )  # fmt: skip
+    )
     left = [Layer.published(published, label="from the paper's rate"), days]
     own = measured(runs, x=lambda run: float(run.plan.num_devices), y=_days_of_run)
     left += [layer for layer in own if layer.scale == "cluster"]

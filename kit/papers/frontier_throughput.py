@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 
 from kit.papers.frontier_demo import MICROBATCHES, select
-from kit.papers.frontier_model import (
-    layouts_of,
-    paper_plan,
-    throughput_layer,
-)
+from kit.papers.frontier_model import layouts_of, paper_plan, throughput_layer
 from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_device
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish

@@ -42,9 +42,7 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: a column each.
     """
-    published = {
-        name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()} for name in MODELS
-    }  # fmt: skip
+    published = {name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()} for name in MODELS}
     computed = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
     own = {_title(run): _shapes(run.spec) | _counts(run.spec) for run in opened(runs)}
     rows = _rows({name: published[name] | computed[name] for name in MODELS} | own)
@@ -156,8 +154,7 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 f"{whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over them."
             ],
         )
-    rows = [row | {"share": share.number, "of": share.note}
-            for row, share in zip(table([layer]), shares, strict=True)]  # fmt: skip
+    rows = [row | {"share": share.number, "of": share.note} for row, share in zip(table([layer]), shares, strict=True)]
     return figure, rows
 
 

@@ -260,12 +260,7 @@ def scale_of(run: Run) -> Literal["cluster", "demo"]:
 
 
 def measured(
-    runs: Runs,
-    *,
-    x: Callable[[Run], float],
-    y: Callable[[Run], np.ndarray],
-    label: str = YOURS,
-    line: bool = False,
+    runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray], label: str = YOURS, line: bool = False
 ) -> list[Layer]:
     """Returns measured points, a layer for demo scale and one for clusters, those that there are.
 

@@ -12,10 +12,7 @@ from kit.plan import Plan
 
 OPTIMIZER = ("learning_rate", "min_learning_rate", "beta1", "beta2", "weight_decay", "gradient_clip")
 NOT_STATED = {
-    "frontier": {
-        "num_steps": "the scripts only time some steps",
-        "warmup_steps": "the scripts only time some steps",
-    },
+    "frontier": {"num_steps": "the scripts only time some steps", "warmup_steps": "the scripts only time some steps"},
     "hlat": {},
 }
 """Fields without which nobody should train, and why a paper's release does not give them."""

@@ -9,13 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.home import Home
-from cluster.state import (
-    JobState,
-    read_rank_heartbeats,
-    take_request,
-    update_state,
-    write_rank_heartbeat,
-)
+from cluster.state import JobState, read_rank_heartbeats, take_request, update_state, write_rank_heartbeat
 from kit.data import Samples
 from kit.engines import ScalingEngine, build_engine
 from kit.engines.process_group import control_group

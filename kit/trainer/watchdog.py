@@ -32,12 +32,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        limit_s: float | None,
-        *,
-        rank: int,
-        alive: Callable[[], None],
-        silent_ranks: Callable[[float], list[int]],
+        self, limit_s: float | None, *, rank: int, alive: Callable[[], None], silent_ranks: Callable[[float], list[int]]
     ) -> None:
         self.limit_s, self.rank, self.alive, self.silent_ranks = limit_s, rank, alive, silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)

@@ -127,11 +127,7 @@ class Calibration:
 
 
 def calibrate(
-    runs: Sequence[AnyRun],
-    site: Site | None = None,
-    *,
-    hardware: Hardware | None = None,
-    prior: Prior | None = None,
+    runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None, prior: Prior | None = None
 ) -> Calibration:
     """Returns the coefficients of the machine that the runs were made on.
 

@@ -154,4 +154,4 @@ def _concatenate(parts: Sequence[Rows]) -> Rows:
         hardware=_stack_hardware([part.hardware for part in parts], [len(part) for part in parts]),
         seconds=np.concatenate([part.seconds for part in parts]),
         stack=np.concatenate([part.stack for part in parts]),
-    )  # fmt: skip
+    )

@@ -10,8 +10,7 @@ from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GROUND, INK, VERMILION
 
 COLOURS = {FORWARD: BLUE, BACKWARD: VERMILION, BACKWARD_INPUT: VERMILION, BACKWARD_WEIGHT: GREEN}
-NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward",
-         BACKWARD_WEIGHT: "weight gradient alone"}  # fmt: skip
+NAMES = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward", BACKWARD_WEIGHT: "weight gradient alone"}
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B",
           "zero_bubble": "Zero bubble (H1)", "zbv": "Zero bubble (V)"}  # fmt: skip
 IDLE = "#ECECEC"
