@@ -112,29 +112,32 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
-    """Lets a scheduler answer for a queued attempt from now on, instead of the process that claimed it."""
+    """Records the scheduler's job in state.json, in place of the submitting process, which is about to end.
+
+    The job may have started before this is called: what it has recorded itself is kept.
+    """
     with locked(run_dir):
         state = read_state(run_dir)
         if state is None or state.attempt != attempt or state.scheduler_job is not None:
-            return  # the job was quicker: it runs and has said so itself
-        waits = state.state is JobState.QUEUED  # else it was quicker, and has said who it is
-        said = {"process": None, "reason": f"submitted to {job.scheduler} as {job.id}"} if waits else {}
-        state.replace(scheduler_job=job, **said).write(run_dir / "state.json")
+            return
+        if state.state is JobState.QUEUED:
+            state = state.replace(process=None, reason=f"submitted to {job.scheduler} as {job.id}")
+        state.replace(scheduler_job=job).write(run_dir / "state.json")
 
 
 def take_over(run_dir: Path, job: SchedulerJob) -> int:
-    """Makes the calling process, which `job` has started, the owner of the attempt that begins now; returns its number.
+    """Makes the calling process, a supervisor that the scheduler has started, the owner of an attempt.
 
-    That is the attempt that was queued for this job or, after a requeue or a restart, the next one.
+    Returns the number of the attempt: the queued one, or the next after a requeue or a restart.
 
     Raises:
-        JobError: the directory belongs to another job by now.
+        JobError: the run directory belongs to another job, which has not ended.
     """
     with locked(run_dir):
         state = read_state(run_dir)
         known = state.scheduler_job if state else None
         ours = known is None or known.id == job.id
-        job = known if known and ours else job  # where the job was submitted, its scheduler may be reached otherwise
+        job = known if known and ours else job  # keep how the submitter reaches the scheduler (its configuration)
         here = {"state": JobState.STARTING, "process": Process.current(), "scheduler_job": job,
                 "heartbeat": time.time(), "reason": f"started by job {job.id} on {os.uname().nodename}"}  # fmt: skip
         if state and ours and state.state is JobState.QUEUED:

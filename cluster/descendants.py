@@ -1,4 +1,8 @@
-"""That no process of a job is left behind, whoever of those above it dies, and however. Standard library, Linux."""
+"""Ends every process that a job has started, even when its supervisor is killed. Standard library, Linux.
+
+The kernel kills a rank when its supervisor dies (PR_SET_PDEATHSIG). What a rank itself has started and left behind
+becomes a child of the nearest subreaper above it, which kills its children until it has none.
+"""
 
 import contextlib
 import ctypes

@@ -44,13 +44,17 @@ class Process(Record):
         return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
 
     def send_signal(self, signal_number: int) -> bool:
-        """Sends a signal to exactly this process; returns whether it was there to receive it."""
+        """Sends a signal to this process and no other; returns whether it was alive.
+
+        The number of a process that ends is given to another. A pidfd names one process for as long as it is open, so
+        it is opened first, and then it is checked that the process behind it is still this one.
+        """
         try:
             handle = os.pidfd_open(self.pid)
         except (OSError, OverflowError):
             return False
         try:
-            if not self.is_alive:  # asked after opening, so the handle is of this process or of a stranger, never both
+            if not self.is_alive:
                 return False
             signal.pidfd_send_signal(handle, signal_number)
             return True

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
@@ -59,9 +60,18 @@ REQUEUE_PATIENCE_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How an attempt ended: what becomes of the job, and why."""
+    """How an attempt ended, and what becomes of the job.
 
-    fate: str  # done, failed, restart, requeue, taken (somebody else has decided)
+    Attributes:
+        fate: `restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns the run.
+        reason: one line for people.
+        rc: exit code of the job; 0 unless it failed.
+        state: what the run directory says until the next attempt starts.
+        failing_rank: the first rank that failed.
+        lost_node: the node that was lost.
+    """
+
+    fate: Literal["done", "failed", "restart", "requeue", "taken"]
     reason: str
     rc: int = 0
     state: JobState = JobState.REQUEUED

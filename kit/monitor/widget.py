@@ -25,7 +25,7 @@ from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
 _SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
-"""By cell of a notebook: its last execution, and what that has shown."""
+"""For each notebook cell: the id of its last execution and the monitors that it showed, closed when it runs again."""
 
 
 class Monitor(anywidget.AnyWidget):

@@ -38,14 +38,17 @@ class Recovery:
         self.verdict: tuple[Answer, str] | None = None
 
     def newest_sound(self) -> int | None:
-        """Returns the step to go on from, None for the beginning, and tells of damaged checkpoints; errors as there."""
+        """Returns the step of the newest checkpoint that all ranks can read, or None to begin at step 0.
+
+        Damaged checkpoints are told of and left alone. Raises as the function `newest_sound`.
+        """
         step, notice = newest_sound(self.run.checkpoints, attempt=self.attempt, group=self.group)
         if notice:
             self._tell("checkpoint", notice, step or 0)
         return step
 
     def take(self, manifest: Manifest) -> None:
-        """Goes on as the attempt that wrote a checkpoint would have."""
+        """Restores the guard from a checkpoint: its recent losses, and how many updates were dropped so far."""
         self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
 
     def watch(self, engine: Engine) -> None:
@@ -54,12 +57,18 @@ class Recovery:
             engine.accepts = self._accepts  # pyright: ignore[reportAttributeAccessIssue] - native, as the guard checked
 
     def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
-        """Answers a step, given its line for the metrics, which gets `skipped`: the updates that were dropped.
+        """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
+
+        Args:
+            row: the step's line for the metrics; gets `skipped`, the number of updates that were dropped.
+            checkpoints: to roll back to, or to finish before the run stops.
 
         Raises:
-            RunError: the recipe's answer is to stop, or another has led nowhere.
+            RunError: the recipe says to stop, or there is no checkpoint to roll back to.
         """
-        (answer, what), self.verdict = self.verdict or self._agree(row["loss"], row["grad_norm"]), None
+        # Where updates can be dropped, the engine has asked before this one, and the ranks have agreed then.
+        answer, what = self.verdict or self._agree(row["loss"], row["grad_norm"])
+        self.verdict = None
         if answer == "stop":
             checkpoints.finish()
             raise RunError(_stopped(self.run, row["step"], what))
