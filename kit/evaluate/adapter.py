@@ -70,6 +70,10 @@ class DecoderLM(TemplateLM):
     def eot_token_id(self) -> int:
         return self._tokenizer.eos_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self._tokenizer.start_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         return self._tokenizer.encode(string)
 

@@ -2,16 +2,48 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.data import load_tokenizer
+from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError
 from kit.evaluate import Options, check_request, keep_scores, score_all
 from kit.evaluate.report import EvalReport
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
+
+
+class FolderTokenizer:
+    """The tokenizer of a folder as the harness's `HFLM` uses it: what transformers puts before a text is put there."""
+
+    def __init__(self, folder: Path, inner: Tokenizer) -> None:
+        from transformers import AutoTokenizer
+
+        self._inner = inner
+        self.file_name, self.data, self.sha256 = inner.file_name, inner.data, inner.sha256
+        self.vocab_size, self.eos_id, self.start_id = inner.vocab_size, inner.eos_id, inner.start_id
+        self._before: list[int] = []
+        try:
+            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (OSError, ValueError):  # a lone tokenizer.model says nothing of it
+            return
+        if theirs.bos_token_id is not None:
+            self.start_id = theirs.bos_token_id
+            self._before = [self.start_id] if theirs.encode("a")[0] == self.start_id else []
+        if self._before:
+            self.sha256 = hashlib.sha256(f"{inner.sha256} after {self._before}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._before + self._inner.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._before + tokens for tokens in self._inner.encode_batch(texts)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode(ids)
 
 
 def is_hugging_face_folder(path: Path) -> bool:
@@ -41,11 +73,11 @@ def evaluate_folder(
         DataError: the folder cannot be read, or has no tokenizer.
     """
     from kit.convert.hugging_face import import_hugging_face
-    from kit.data import load_tokenizer
 
     folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
     file, start = out or report_beside(folder), time.perf_counter()
-    tokenizer, model = load_tokenizer(folder), import_hugging_face(folder)
+    lone, model = load_tokenizer(folder), import_hugging_face(folder)  # cheap refusals first
+    tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(
         name=folder.resolve().name, checkpoint=str(folder.resolve()), weights_sha256=_weights_sha256(folder),
         tokenizer_sha256=tokenizer.sha256,
