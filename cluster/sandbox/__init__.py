@@ -163,22 +163,6 @@ class Sandbox:
             if self.node_states()[node].startswith(("down", "drain", "drng")):
                 raise
 
-    def reset(self) -> None:
-        """Cancels all jobs and waits until all nodes are idle again."""
-        deadline = time.monotonic() + START_WAIT_S
-        while True:
-            with contextlib.suppress(JobError, subprocess.TimeoutExpired):  # the controller may be restarting
-                if jobs := self.run("squeue", "--noheader", "--format=%i").split():
-                    self.run("scancel", *jobs)
-                not_idle = [node for node, state in self.node_states().items() if state != "idle"]
-                if not not_idle:
-                    return
-                for node in not_idle:
-                    self.recover(node)
-            if time.monotonic() > deadline:
-                raise JobError(f"the nodes of {self.layout.root} do not become idle: {self.node_states()}")
-            time.sleep(0.5)
-
     def restart_controller(self) -> None:
         """Ends the controller; it comes back after ten seconds with its saved state."""
         self._order("restart")

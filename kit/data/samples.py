@@ -68,10 +68,6 @@ class Samples:
             row += rows
         return batch
 
-    def epoch_of(self, sample: int) -> int:
-        """Returns the epoch that a sample belongs to; the first is 0."""
-        return self._epoch_of(sample)[0]
-
     def _epoch_of(self, sample: int) -> tuple[int, int, int]:
         """Returns the epoch of a sample, its first sample, and the first sample of the next epoch."""
         epoch = sample * self.sequence_length // self._tokens.size

@@ -76,12 +76,6 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest.read(file) if file.exists() else Manifest()
 
 
-def missing_tasks(directory: Path, tasks: Iterable[str]) -> list[str]:
-    """Returns those of `tasks` with a file that the mirror lacks, or that is not the one its manifest lists."""
-    manifest = read_manifest(directory)
-    return [name for name in tasks if _missing_files(directory, manifest, name)]
-
-
 def build_mirror(directory: Path | None = None, *, tasks: Iterable[str] | None = None) -> Manifest:
     """Builds or completes a mirror. Whatever is there and intact stays, and then nothing is downloaded.
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from kit.data import Dataset
 from kit.errors import ConfigError
 from kit.notebook import demo_dataset
-from kit.show.results import Row, load_average, table, write_results, write_tables
+from kit.show.results import Row, load_average, write_results
 from tests.benchmarks import (
     checkpoints,
     cold_start,
@@ -28,6 +28,7 @@ from tests.benchmarks import (
     train_speed,
 )
 from tests.benchmarks.headlines import write_headlines
+from tests.benchmarks.tables import table, write_tables
 
 DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
 """Whose tables are refreshed, below the current directory."""

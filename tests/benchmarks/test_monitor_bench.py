@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kit.show.results import table, write_results
+from kit.show.results import write_results
 from tests.benchmarks import lab, monitor
+from tests.benchmarks.tables import table
 
 
 def _live(factor: float) -> monitor.Live:

@@ -1,11 +1,14 @@
 """A real Slurm for the tests that need one, started once."""
 
+import contextlib
 import os
+import subprocess
+import time
 
 import pytest
 
 from cluster import poll
-from cluster.sandbox import Sandbox, why_not
+from cluster.sandbox import START_WAIT_S, Sandbox, why_not
 from cluster.site import Site
 from cluster.state import JobError
 
@@ -31,7 +34,24 @@ def sandbox(slurm_cluster, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", slurm_cluster.environment["SLURM_CONF"])
     monkeypatch.setattr(poll.POLLER, "interval_s", 0.5)
     yield slurm_cluster
-    slurm_cluster.reset()
+    reset(slurm_cluster)
+
+
+def reset(cluster: Sandbox) -> None:
+    """Cancels all jobs and waits until all nodes are idle again."""
+    deadline = time.monotonic() + START_WAIT_S
+    while True:
+        with contextlib.suppress(JobError, subprocess.TimeoutExpired):  # the controller may be restarting
+            if jobs := cluster.run("squeue", "--noheader", "--format=%i").split():
+                cluster.run("scancel", *jobs)
+            not_idle = [node for node, state in cluster.node_states().items() if state != "idle"]
+            if not not_idle:
+                return
+            for node in not_idle:
+                cluster.recover(node)
+        if time.monotonic() > deadline:
+            raise JobError(f"the nodes of {cluster.layout.root} do not become idle: {cluster.node_states()}")
+        time.sleep(0.5)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kit.errors import ConfigError
-from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Order
+from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, PADDING, Order
 from kit.estimate.theory.schedule import Simulation, simulate, simulate_plan
 from kit.estimate.theory.timeline import timeline_figure
 from kit.plan import Plan
@@ -130,10 +130,26 @@ def test_same_orders_as_torch():
             )  # fmt: skip
             actions = {rank: kinds[name]._calculate_single_rank_operations(schedule, rank) for rank in range(p)}
             ours = Order.of(name, pipeline_parallel=p, num_microbatches=m, virtual_stages=stages)
-            theirs = Order.of_actions(actions)
+            theirs = order_of_actions(actions)
             assert str(ours) == str(theirs), (name, p, m)
             times = {"forward_s": 1.0, "backward_input_s": 1.5, "backward_weight_s": 0.5}
             assert simulate(ours, **times).makespan_s == simulate(theirs, **times).makespan_s
+
+
+def order_of_actions(actions) -> Order:
+    """The order in torch's `pipeline_order`, without idle slots and what is not computation."""
+    rows = [
+        [
+            (KINDS.index(action.computation_type.value), action.stage_index, action.microbatch_index)
+            for action in actions[rank]
+            if action is not None and action.computation_type.value in KINDS
+        ]
+        for rank in sorted(actions)
+    ]
+    table = np.full((3, len(rows), max(map(len, rows))), PADDING)
+    for device, row in enumerate(rows):
+        table[:, device, : len(row)] = np.array(row).T
+    return Order(name="torch", kind=table[0].astype(np.int8), stage=table[1], micro_batch=table[2])
 
 
 def _engine_order(spec, plan):

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError
-from kit.show.results import Results, format_value, row, table, write_results, write_tables
+from kit.show.results import Results, format_value, row, write_results
+from tests.benchmarks.tables import table, write_tables
 
 
 def _write(folder: Path) -> None:

@@ -1,9 +1,8 @@
 """Orders of pipeline work: what each device of a pipeline does, one operation after the other, in five schedules."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -44,28 +43,6 @@ class Order:
         p, m, v = pipeline_parallel, num_microbatches, virtual_stages
         _check(schedule, p, m, v)
         return cls(name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v)))
-
-    @classmethod
-    def of_actions(cls, actions: Mapping[int, Iterable[Any]], *, name: str = "torch") -> Self:
-        """Returns the order in torch's `pipeline_order`, as the runtime of torch.distributed.pipelining executes it.
-
-        Args:
-            actions: of each rank, objects with `stage_index`, `computation_type.value` and `microbatch_index`; None
-                (an idle slot) and what is not computation are left out.
-            name: for titles.
-        """
-        rows = [
-            [
-                (KINDS.index(action.computation_type.value), action.stage_index, action.microbatch_index)
-                for action in actions[rank]
-                if action is not None and action.computation_type.value in KINDS
-            ]
-            for rank in sorted(actions)
-        ]
-        table = np.full((3, len(rows), max(map(len, rows))), PADDING)
-        for device, row in enumerate(rows):
-            table[:, device, : len(row)] = np.array(row).T
-        return cls(name=name, kind=table[0].astype(np.int8), stage=table[1], micro_batch=table[2])
 
     @property
     def num_devices(self) -> int:

@@ -1,0 +1,72 @@
+"""The tables of a document, made from results.
+
+A document holds `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on a line of its own; what stands between them
+is replaced, so that no measured number is ever typed.
+"""
+
+import re
+from pathlib import Path
+
+from cluster.record import ConfigError, write_atomic
+from kit.show.results import RESULTS, Results, format_value
+
+
+def write_tables(document: Path, *, directory: Path = RESULTS) -> tuple[list[str], list[str]]:
+    """Replaces the tables of `document` and returns the names written, and those kept for want of results.
+
+    Args:
+        document: has the markers; it is written only if all of them, and all results, are in order.
+        directory: of the results.
+
+    Raises:
+        ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
+    """
+    if not document.is_file():
+        raise ConfigError(f"{document}: no such file; expected a document with <!-- bench:NAME --> markers.")
+    text = document.read_text()
+    _check_markers(document, text)
+    written, kept = [], []
+
+    def replaced(match: re.Match) -> str:
+        file = directory / f"{match[1]}.json"
+        if not file.exists():
+            kept.append(match[1])
+            return match[0]
+        written.append(match[1])
+        return f"<!-- bench:{match[1]} -->\n{table(Results.read(file))}\n<!-- /bench:{match[1]} -->"
+
+    changed = re.sub(r"^<!-- bench:(\w+) -->$.*?^<!-- /bench:\1 -->$", replaced, text, flags=re.M | re.S)
+    if changed != text:
+        write_atomic(document, changed)
+    return written, kept
+
+
+def table(results: Results) -> str:
+    """Returns the rows as a Markdown table, then one line with machine, date, load and command."""
+    lines = ["| | measured | target | met | |", "|---|--:|--:|:-:|---|"]
+    for item in results.rows:
+        met = {True: "yes", False: "**no**", None: ""}[item.ok]
+        cells = (item.name, format_value(item.value, item.unit), item.target, met, item.note)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    lines += ["", f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f}; `{results.command}`"]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Returns text as a cell of a Markdown table: on one line, without what would end the cell or begin a tag."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _check_markers(document: Path, text: str) -> None:
+    """Refuses anything but open, close, open, close of equal names: a lost partner would swallow text in between."""
+    opened = None
+    for match in re.finditer(r"^<!-- (/?)bench:(\w+) -->$", text, flags=re.M):
+        closing, name = match[1] == "/", match[2]
+        if closing != (opened is not None) or (closing and name != opened):
+            raise ConfigError(
+                f"{document}: marker {match[0]!r} has no partner. Each table stands between <!-- bench:NAME --> and "
+                f"<!-- /bench:NAME -->, each on a line of its own, not nested."
+            )
+        opened = None if closing else name
+    if opened is not None:
+        raise ConfigError(f"{document}: marker '<!-- bench:{opened} -->' has no <!-- /bench:{opened} --> after it.")
