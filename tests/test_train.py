@@ -26,6 +26,7 @@ from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
+from tests.faults.attempts import finished
 from tests.workers import run_ranks
 
 STEPS = 120  # of the recipe in conftest.py
@@ -44,6 +45,22 @@ def unbroken(spec, recipe, tmp_path_factory) -> Run:
 def assert_done(run: Run) -> None:
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.DONE, f"{status}\n{run.job.logs()}"
+
+
+@pytest.fixture
+def forked(monkeypatch) -> None:
+    """Ranks of runs that are launched or resumed are forked from this process, and have ended when the call returns."""
+
+    def submit(run: Run, time_limit_s: float | None = None) -> Run:
+        for name, text in run.asked().items():
+            (run.directory / name).write_text(text)
+        state = read_state(run.directory)
+        attempt = state.attempt + 1 if state else 1
+        finished(run, attempt)
+        update_state(run.directory, attempt=attempt, state=JobState.DONE)
+        return run
+
+    monkeypatch.setattr(kit.launcher, "submit", submit)
 
 
 def kill_at(run: Run, step: int) -> None:
@@ -123,12 +140,11 @@ def test_disk_full_in_the_middle_of_a_checkpoint_keeps_the_older_ones(spec, reci
     ],
     ids=["TP2", "PP2", "ZeRO3"],
 )
-def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, tmp_path):
+def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, forked, tmp_path):
     """Goes back to the checkpoint of step 100 and does the last 20 steps again on another layout."""
     shutil.copytree(unbroken.directory, tmp_path / "moved")
     shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
     run = kit.resume(tmp_path / "moved", plan=DP2.replace(**layout))
-    assert_done(run)
     ours, theirs = run.metrics(), unbroken.metrics()
     assert ours["attempt"].tolist() == [1] * 100 + [2] * 20
     assert ours.plans[1] == DP2 and ours.plans[2] != DP2
@@ -136,15 +152,12 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, tmp
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
-def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, tmp_path):
+def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
     """A validation gathers the weights; what is saved right after it must still be the optimizer's parameters."""
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
     straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=30))
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
-    assert_done(run)
     kit.resume(run.directory, num_steps=30)
-    assert_done(run)
-    assert_done(straight)
     assert run.metrics()["attempt"].tolist() == [1] * 20 + [2] * 10
     assert run.metrics()["loss"].tolist() == straight.metrics()["loss"].tolist()
 

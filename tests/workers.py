@@ -78,6 +78,7 @@ class Training:
     """One forked rank of a run, and what it prints."""
 
     def __init__(self, directory: Path, rank: int, num_ranks: int, port: int, environment: dict[str, str]) -> None:
+
         import kit.train  # noqa: F401  # once, for all
 
         self.printed = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")

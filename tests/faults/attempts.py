@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # every model and optimizer imports it: a second of each rank otherwise
 
 from cluster.descendants import become_rank
 from cluster.state import JobState, log_path, update_state
