@@ -19,6 +19,9 @@ from tests.workers import run_ranks
 STEPS, BATCH, TOLERANCE = 10, 8, 1e-5
 REPEATS, LARGE_STEP = 18, 4e-3
 """Of `overfit`: a third of the steps, four times as large, tell lost master weights (3 %) nearly as 60 did (5 %)."""
+SAME_LEARNING = 0.01
+"""Of the loss after these steps in bf16. Rounding, which each CPU does in its own way, moves it by up to 0.0025;
+a sum over ranks that is lost, as in NxD, by 0.2."""
 RECIPE = Recipe(data="none", num_steps=STEPS, learning_rate=1e-3, min_learning_rate=0, gradient_clip=0.5)
 CPU = torch.device("cpu")
 ALL = {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2}
@@ -85,7 +88,7 @@ def check_bf16(layout: dict[str, Any], engine: str, spec: ModelSpec, one_process
     steps, expected = per_rank[0], one_process(overfit, spec, make_plan({"precision": "bf16"}))
     found = [abs(steps[0][1] / expected[0][1] - 1), abs(steps[-1][0] / expected[-1][0] - 1)]
     assert expected[-1][0] < 0.6 * expected[0][0], "too few steps to tell"
-    assert found[0] < 1e-3 and found[1] < 3e-3, found
+    assert found[0] < 1e-3 and found[1] < SAME_LEARNING, found
 
 
 def differences(per_rank: list[Trained], reference: Trained) -> dict[str, float]:

@@ -134,29 +134,20 @@ def take_answers(
 def _process(entrant: Entrant, workplace: Path, threads: int, setup: Setup) -> Iterator[subprocess.Popen]:
     file = (workplace / "setup.json").absolute()
     setup.write(file)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.benchmarks.contestants",
-        entrant.name,
-        f"--threads={threads}",
-    ]
-    command += ["--setup", str(file)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.contestants", entrant.name]
+    command += [f"--threads={threads}", f"--setup={file}"]
     if entrant.keep_freed_memory:
         command.append("--keep-freed-memory")
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": setup.device}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),  # it works in a folder of its own
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": setup.device,
+    }
     with (workplace / f"{entrant.name}.log").open("w") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=workplace,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        process = subprocess.Popen(command, env=environment, cwd=workplace, text=True, **pipes)
         try:
             yield process
         finally:

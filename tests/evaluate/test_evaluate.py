@@ -13,7 +13,6 @@ from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, evaluate, evaluate_model
 from kit.evaluate.harness import choose_items
-from kit.run import Run
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_held_out_bits_equal_a_plain_computation(run):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, mirror, monkeypatch):
-    monkeypatch.setattr(Run, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("kit.evaluate.load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="'heldot' is unknown. Did you mean 'heldout'"):
         evaluate(run, tasks=("heldot",), mirror=mirror)
     with pytest.raises(CheckpointError, match="step 2: .* Complete steps: 3"):
@@ -195,6 +194,6 @@ def test_without_the_harness_the_error_gives_the_command(score, monkeypatch):
 
 
 def test_the_package_imports_without_torch_or_the_harness():
-    check = "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'numpy'} & set(sys.modules)))"
+    check = "import sys, kit.evaluate; print(sorted({'torch', 'lm_eval', 'datasets', 'pyarrow'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("[]\n", "")
