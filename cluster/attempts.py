@@ -80,11 +80,7 @@ def new_folders(*folders: Path) -> Iterator[None]:
 
 
 def refuse_live(run_dir: Path) -> None:
-    """Returns nothing if no job is live in a run directory.
-
-    Raises:
-        JobError: one is.
-    """
+    """Raises JobError if a job is live in a run directory."""
     state, status = read_state(run_dir), read_status(run_dir)
     scheduled = state is not None and state.scheduler_job is not None
     # Out of reach: should it come back, it is fenced off.

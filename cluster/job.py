@@ -9,11 +9,12 @@ import errno
 import html
 import os
 import pwd
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self, overload
+from typing import Self
 
 from cluster import poll
 from cluster.record import ConfigError, Record, field_doc, html_table, kit_command
@@ -98,6 +99,15 @@ class JobSpec(Record):
             raise ConfigError("job.argv: a word looks like a secret, which all who read the run directory could read. "
                               "Leave it out and export it where you submit from: the job inherits it.")  # fmt: skip
 
+    def check_command(self) -> None:
+        """Raises ConfigError if this machine has no such command, or no such directory to start it in."""
+        if not Path(self.working_directory).is_dir():
+            raise ConfigError(f"job.working_directory: {self.working_directory!r} is not a directory. Create it first.")
+        in_directory = "/" in self.argv[0]  # a name alone is looked up in PATH
+        command = os.path.join(self.working_directory, self.argv[0]) if in_directory else self.argv[0]
+        if shutil.which(command, path=self.environment.get("PATH")) is None:
+            raise ConfigError(f"job.argv: {self.argv[0]!r} is not an executable file. Check the path, or install it.")
+
 
 class Job:
     """A submitted job: look at it, read its logs, end it. Made by a launcher's `submit`, or by `Job.attach`."""
@@ -138,22 +148,12 @@ class Job:
             events.append(now.replace(attempt=status.attempt, lost_node=None))
         return events
 
-    @overload
-    def logs(self, rank: int = 0, attempt: int | None = None, follow: Literal[False] = False) -> str: ...
-
-    @overload
-    def logs(self, rank: int = 0, attempt: int | None = None, *, follow: Literal[True]) -> Iterator[str]: ...
-
-    def logs(self, rank: int = 0, attempt: int | None = None, follow: bool = False) -> str | Iterator[str]:
+    def logs(self, rank: int = 0, attempt: int | None = None) -> str:
         """Returns everything a rank has printed in an attempt (default: the newest); empty before its first output.
-
-        With `follow`, yields the lines as they come, until the attempt ends.
 
         Raises:
             JobError: no such rank or attempt.
         """
-        if follow:
-            return self.follow(rank)
         try:
             return self._log(rank, attempt).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

@@ -25,8 +25,6 @@ class Look(Record):
 
     state: JobState | None = field_doc("in our words; none: it could not be asked")
     reason: str = field_doc("one line for people")
-    native: str = field_doc("the scheduler's own word for the state", default="")
-    nodes: str = field_doc("where it runs or ran", default="")
     exit_code: int | None = field_doc("of a job that has ended; 128 + n for signal n", default=None)
     time: float = field_doc("unix time of the question", default_factory=time.time)
 

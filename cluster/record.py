@@ -86,13 +86,13 @@ class Record:
         return cls(**values)
 
     @classmethod
-    def from_json(cls, text: str, path: str = "") -> Self:
+    def from_json(cls, text: str) -> Self:
         """Returns the record that a JSON text describes; errors as `from_dict`."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # no JSON, a number of thousands of digits, nested without end
-            raise ConfigError(f"{path or path_name(cls)}: not valid JSON ({error}).") from error
-        return cls.from_dict(data, path)
+            raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
+        return cls.from_dict(data)
 
     @classmethod
     def read(cls, file: Path) -> Self:

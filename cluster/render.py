@@ -1,16 +1,8 @@
 """render: what starts a job on a site, as text: shown to the user, kept in the run directory, submitted as it stands.
 
-    render(job, site)                  the text
-    check(job, site)                   refuses a job that the site cannot hold
-    check_submittable(site)            refuses a site file in which the user's own values are missing
-    warnings(job, site, expected_s)    what is allowed but worth a second look
-    nodes_for(num_processes, site)     how many nodes a plan fills
-
 Everything that a user or a job can name reaches a script quoted, so that no name, path or value can run as a command.
 Standard library only.
 """
-
-import math
 
 from cluster.job import JobSpec
 from cluster.poll import backend
@@ -36,21 +28,14 @@ def main_script(site: Site) -> str:
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:
     """Returns all texts of a job by file name, in order of submission; each waits for the success of the one before.
 
-    Most sites have one. A site that compiles ahead has `compile.sh` (or `.yaml`) before it.
-
-    Raises:
-        As `render`.
+    Most sites have one. A site that compiles ahead has `compile.sh` (or `.yaml`) before it. Raises as `render`.
     """
     check(job, site)
     return backend(site.scheduler).texts(job, site)
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Returns nothing if the site can hold the job.
-
-    Raises:
-        ConfigError: too many ranks a node, more nodes than the site gives, or a variable that no script may hold.
-    """
+    """Raises ConfigError: too many ranks a node, more nodes than the site gives, a variable that no script may hold."""
     check_environment(job.environment, "job.environment")
     if site.scheduler == "local":
         return  # a laptop may run more ranks than it has cores
@@ -91,11 +76,7 @@ def nodes_for(num_processes: int, site: Site) -> int:
 
 
 def check_submittable(site: Site) -> None:
-    """Returns nothing if nothing is left in the site file that only the user can fill in.
-
-    Raises:
-        ConfigError: names every field that still says EDIT.
-    """
+    """Raises ConfigError, naming the fields, if some still say EDIT that only the user can fill in."""
     if fields := to_fill_in(site):
         raise ConfigError(
             f"{', '.join(fields)}: still {EDIT!r}. Write a file my-{site.name}.toml with a line "
@@ -110,20 +91,14 @@ def to_fill_in(site: Site) -> list[str]:
     return [f"site.{place}" for place, value in _places(values) if value == EDIT]
 
 
-def warnings(job: JobSpec, site: Site, expected_s: float | None = None) -> list[str]:
-    """Returns what is allowed but worth a second look, one line each.
-
-    Args:
-        job: the job.
-        site: where it will run.
-        expected_s: how long the whole run is estimated to take, if known.
-    """
+def warnings(job: JobSpec, site: Site) -> list[str]:
+    """Returns what is allowed but worth a second look, one line each."""
     devices = job.num_nodes * site.devices_per_node
     found = []
     if site.scheduler != "local" and job.num_processes < devices:
         found.append(f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle.")
     if site.scheduler == "slurm":
-        found += _time_warnings(job, slurm_table(site), site.name, expected_s)
+        found += _time_warnings(job, slurm_table(site), site.name)
     return found
 
 
@@ -141,7 +116,7 @@ def slurm_table(site: Site) -> Slurm:
     return site.slurm
 
 
-def _time_warnings(job: JobSpec, slurm: Slurm, name: str, expected_s: float | None) -> list[str]:
+def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
     found = []
     allowed_s = slurm.max_seconds(job.num_nodes)
     if allowed_s and job.time_limit_s and job.time_limit_s > allowed_s:
@@ -150,18 +125,10 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str, expected_s: float | No
             f"the job asks for that, stops in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
-    if limit_s is None:
-        return found
-    useful_s = limit_s - slurm.stop_before_end_s
-    if useful_s <= 0:
+    if limit_s is not None and limit_s <= slurm.stop_before_end_s:
         found.append(
             f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the end in which the job "
             f"is told to save and stop. Ask for more time, or lower site.slurm.stop_before_end_s."
-        )
-    elif expected_s and expected_s > useful_s:
-        found.append(
-            f"the run needs about {_hours(expected_s)}, and a job of {job.num_nodes} nodes lasts {_hours(limit_s)}: "
-            f"expect {math.ceil(expected_s / useful_s)} jobs, each resuming from the checkpoint of the one before."
         )
     return found
 

@@ -174,11 +174,7 @@ class Kubernetes(Record):
 
 
 def check_environment(variables: dict[str, str], path: str) -> None:
-    """Returns nothing if a script may hold these variables.
-
-    Raises:
-        ConfigError: a name that no shell can export, or a name that sounds like a secret.
-    """
+    """Raises ConfigError for a name that no shell can export, and for what sounds like a secret."""
     for name, value in variables.items():
         if not VARIABLE.fullmatch(name):
             raise ConfigError(f"{path}: {name!r} cannot be exported. Use letters, digits and '_', not a digit first.")

@@ -166,7 +166,7 @@ def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, *
         run_dir: the run directory.
         attempt: the attempt that the caller belongs to (`KIT_ATTEMPT` in the environment of a rank).
         lost_node: for the history: the node whose silence has brought the change about.
-        changes: fields of `RunState`, for example `state`, `step`, `heartbeat`, `step_time_s`.
+        changes: fields of `RunState`.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up and waits to be
@@ -281,13 +281,7 @@ def asked_at(run_dir: Path, request: Request) -> float | None:
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Returns whether a request was waiting, and removes it, leaving a note. For rank 0, which tells the other ranks.
-
-    Args:
-        run_dir: the run directory.
-        request: which.
-        step: the optimizer step after which it is acted on.
-    """
+    """Returns whether a request was waiting, and takes it, leaving a note. For rank 0, which tells the other ranks."""
     when = asked_at(run_dir, request)
     if when is None:
         return False
@@ -322,11 +316,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:
-    """Returns nothing if `attempt` is still the newest of a run directory.
-
-    Raises:
-        StaleAttemptError: a newer attempt owns it.
-    """
+    """Raises StaleAttemptError if a newer attempt owns a run directory."""
     state = read_state(run_dir)
     owner = state.attempt if state else last_attempt(run_dir)
     if attempt < owner:

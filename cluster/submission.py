@@ -14,10 +14,7 @@ from cluster.site import Site
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Starts a job on its site and returns its handle; Ctrl-C waits until that is done.
 
-    Args:
-        job: what to run.
-        site: where.
-        files: of whoever submits, for the run directory; written when nothing but a scheduler can refuse any more.
+    `files` of whoever submits are written into the run directory when nothing but a scheduler can refuse any more.
 
     Raises:
         ConfigError: the job cannot run there.
@@ -32,11 +29,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could say whether it runs.
-
-    Raises:
-        KeyboardInterrupt: it was pressed meanwhile; the block has ended.
-    """
+    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could say whether it runs."""
     if threading.current_thread() is not threading.main_thread():  # only there does Python look at signals
         yield
         return

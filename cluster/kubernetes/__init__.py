@@ -29,17 +29,8 @@ HOPELESS = (
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to the cluster of the current context and returns its handle.
 
-    The run directory gets `job.json`, `site.json` and `submit.yaml`, which is what was sent.
-
-    Args:
-        job: what to run.
-        site: where.
-        files: of whoever submits, for the run directory; written when only the cluster can refuse the job any more.
-
-    Raises:
-        ConfigError: the job cannot run on this site.
-        JobError: a job is live in this run directory, the client is missing, or the cluster refuses, with its words.
-        In each case the run directory is as it was before.
+    The run directory gets `job.json`, `site.json` and `submit.yaml`, which is what was sent. `files` and errors are
+    those of `cluster.submission.submit`; without the official client it is a JobError too.
     """
     namespace, cluster = _check(job, site)
     run_dir = Path(job.run_dir)
@@ -117,23 +108,22 @@ def judge(item: dict | None, pods: list[dict]) -> Look:
         return Look(state=JobState.LOST, reason="Kubernetes no longer has this job, and it left no exit.json")
     status, spec = item.get("status") or {}, item["spec"]
     conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
-    nodes = ",".join(sorted({pod["spec"].get("nodeName") or "" for pod in pods} - {""}))
     if "Complete" in conditions or "Completed" in conditions:
-        return Look(state=JobState.DONE, reason="Kubernetes: complete", native="Complete", nodes=nodes, exit_code=0)
+        return Look(state=JobState.DONE, reason="Kubernetes: complete", exit_code=0)
     if "Failed" in conditions:
-        return _failure(conditions["Failed"], pods, nodes)
+        return _failure(conditions["Failed"], pods)
     if item["metadata"].get("deletionTimestamp"):
-        return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted", native="Deleting", nodes=nodes)
+        return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted")
     restarts = f" (restart {status['restarts']})" if status.get("restarts") else ""
     if spec.get("suspend"):
-        return Look(state=JobState.QUEUED, reason="waits to be admitted by its queue", native="Suspended")
+        return Look(state=JobState.QUEUED, reason="waits to be admitted by its queue")
     waiting = [found for pod in pods if (found := _waits(pod))]
     if waiting:
         state, reason = max(waiting, key=lambda found: found[0] is JobState.QUEUED)
-        return Look(state=state, reason=f"{reason} ({len(waiting)} of {len(pods)} pods){restarts}", nodes=nodes)
+        return Look(state=state, reason=f"{reason} ({len(waiting)} of {len(pods)} pods){restarts}")
     if not pods:
-        return Look(state=JobState.QUEUED, reason=f"no pods yet{restarts}", native="Pending")
-    return Look(state=JobState.RUNNING, reason=f"{len(pods)} pods run{restarts}", native="Running", nodes=nodes)
+        return Look(state=JobState.QUEUED, reason=f"no pods yet{restarts}")
+    return Look(state=JobState.RUNNING, reason=f"{len(pods)} pods run{restarts}")
 
 
 def _waits(pod: dict) -> tuple[JobState, str] | None:
@@ -154,7 +144,7 @@ def _waits(pod: dict) -> tuple[JobState, str] | None:
     return JobState.QUEUED, "waits to be scheduled"
 
 
-def _failure(condition: dict, pods: list[dict], nodes: str) -> Look:
+def _failure(condition: dict, pods: list[dict]) -> Look:
     """Returns the end of a failed job, told by the pod that failed first rather than by those that it took along."""
     ended = []
     for pod in pods:
@@ -164,7 +154,7 @@ def _failure(condition: dict, pods: list[dict], nodes: str) -> Look:
                 ended.append((terminated.get("finishedAt") or "", pod["metadata"]["name"], terminated))
     reason = f"Kubernetes: {condition.get('reason') or 'Failed'}: {condition.get('message') or ''}".rstrip(": ")
     if not ended:
-        return Look(state=JobState.FAILED, reason=reason, native="Failed", nodes=nodes, exit_code=1)
+        return Look(state=JobState.FAILED, reason=reason, exit_code=1)
     _, name, first = min(ended, key=lambda end: end[:2])
     code = first["exitCode"]
     if code == STOPPED_CODE:
@@ -172,7 +162,7 @@ def _failure(condition: dict, pods: list[dict], nodes: str) -> Look:
     else:
         why = f" ({first['reason']})" if first.get("reason") not in (None, "Error") else ""
         reason = f"pod {name} ended first, with code {code}{why}; {reason}"
-    return Look(state=JobState.FAILED, reason=reason, native="Failed", nodes=nodes, exit_code=code)
+    return Look(state=JobState.FAILED, reason=reason, exit_code=code)
 
 
 def _place(job: SchedulerJob) -> tuple[str | None, str]:

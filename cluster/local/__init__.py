@@ -1,9 +1,7 @@
 """Runs a job on this machine: one process per device, under a supervisor that outlives whoever submitted it."""
 
 import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +21,7 @@ def submit(job: JobSpec, files: Files | None = None) -> Job:
 
     The run directory gets `job.json` and `submit.sh`, a script that starts the next attempt by hand. The processes
     inherit the environment of the caller; `job.environment` wins. See `cluster.local.supervisor` for what they find
-    in it. The job goes on when the caller ends.
-
-    Args:
-        job: what to run.
-        files: of whoever submits, for the run directory; written when nothing refuses the job any more.
-
-    Raises:
-        ConfigError: the command or the working directory does not exist, or one machine cannot run so many processes.
-        JobError: a job is live in this run directory, or the processes could not be started.
-        In each case the run directory is as it was before.
+    in it. The job goes on when the caller ends. `files` and errors are those of `cluster.submission.submit`.
     """
     check(job)
     started = subprocess.run(
@@ -46,24 +35,15 @@ def submit(job: JobSpec, files: Files | None = None) -> Job:
 
 
 def check(job: JobSpec) -> None:
-    """Returns nothing if this machine can start the job; raises as `submit`."""
+    """Raises ConfigError: one machine cannot run so many processes, or the command or its directory does not exist."""
     if job.num_nodes != 1:
         raise ConfigError(f"job.num_nodes: {job.num_nodes} is not allowed on this machine. Use 1, or another site.")
     check_count(job.num_processes)
-    if not Path(job.working_directory).is_dir():
-        raise ConfigError(f"job.working_directory: {job.working_directory!r} is not a directory. Create it first.")
-    in_directory = "/" in job.argv[0]  # a name alone is looked up in PATH
-    command = os.path.join(job.working_directory, job.argv[0]) if in_directory else job.argv[0]
-    if shutil.which(command, path=job.environment.get("PATH")) is None:
-        raise ConfigError(f"job.argv: {job.argv[0]!r} is not an executable file. Check the path, or install it.")
+    job.check_command()
 
 
 def check_count(num_processes: int) -> None:
-    """Returns nothing if one machine can run so many processes.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raises ConfigError for more processes than one machine can run."""
     if num_processes > MAX_PROCESSES:
         raise ConfigError(
             f"{num_processes:,} processes would choke one machine. Give a plan of at most {MAX_PROCESSES}, or a site "

@@ -58,7 +58,6 @@ class Sandbox:
         num_nodes: int = 4,
         isolated: bool | None = None,
         accounting: bool = False,
-        node_timeout_s: int = 300,
     ) -> Self:
         """Returns a sandbox whose nodes are all idle; one that runs already is returned as it is.
 
@@ -67,7 +66,6 @@ class Sandbox:
             num_nodes: simulated nodes.
             isolated: namespaces for each node; default: where this process may make them.
             accounting: with slurmdbd and MariaDB behind it, so that sacct works.
-            node_timeout_s: after which Slurm itself declares a silent node down.
 
         Raises:
             JobError: something is missing, or the daemons did not come up; the message ends with their last words.
@@ -76,10 +74,7 @@ class Sandbox:
             raise JobError(reason)
         directory = Path(root or default_root()).absolute()
         isolated = network.is_possible() if isolated is None else isolated
-        layout = Layout(
-            root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting,
-            node_timeout_s=node_timeout_s,
-        )  # fmt: skip
+        layout = Layout(root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting)
         if running := cls.find(directory):
             return running
         stop(directory)
@@ -114,16 +109,6 @@ class Sandbox:
     def environment(self) -> dict[str, str]:
         """What a client (sbatch, squeue, a notebook) must have in its environment."""
         return {"SLURM_CONF": self.layout.slurm_conf}
-
-    @property
-    def small_directory(self) -> Path:
-        """A shared file system of 48 MB, to be filled up. Only where nodes are isolated."""
-        return self.layout.path("small")
-
-    @property
-    def scratch_directory(self) -> Path:
-        """The same path on every node, another file system on each. Only where nodes are isolated."""
-        return self.layout.path("scratch")
 
     def run(self, *command: str) -> str:
         """Returns what a Slurm client prints."""

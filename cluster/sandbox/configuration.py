@@ -18,13 +18,8 @@ class Layout(Record):
 
     root: str = field_doc("its directory: configuration, state, sockets and logs")
     num_nodes: int = field_doc("simulated nodes", default=4)
-    cpus_per_node: int = field_doc("cores each node claims to have", default=8)
     isolated: bool = field_doc("each node has its own network, host name, processes and mounts; needs root")
     accounting: bool = field_doc("with slurmdbd and MariaDB, so that sacct works", default=False)
-    node_timeout_s: int = field_doc(
-        "Slurm declares a silent node down after this time; its default is 300", default=300
-    )
-    kill_wait_s: int = field_doc("from SIGTERM to SIGKILL; Slurm's default is 30", default=10)
 
     @property
     def nodes(self) -> list[str]:
@@ -96,9 +91,9 @@ GresTypes=gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/linux
-SlurmdTimeout={layout.node_timeout_s}
+SlurmdTimeout=300
 SlurmctldTimeout=15
-KillWait={layout.kill_wait_s}
+KillWait=10
 MinJobAge=600
 MessageTimeout=5
 TCPTimeout=2
@@ -129,7 +124,7 @@ def _nodes(layout: Layout, host: str) -> str:
         # On one host the nodes differ by their port; a network of its own would not need that, but does not mind.
         where = f"NodeAddr={layout.node_address(node)} Port={first_port + number}"
         where += "" if layout.isolated else f" NodeHostname={host}"
-        what = f"CPUs={layout.cpus_per_node} RealMemory=16000{' Gres=gpu:sandbox:8' if _has_devices() else ''}"
+        what = f"CPUs=8 RealMemory=16000{' Gres=gpu:sandbox:8' if _has_devices() else ''}"
         lines.append(f"NodeName={node} {where} {what} State=UNKNOWN")
     return "\n".join(lines)
 
@@ -186,6 +181,7 @@ stop_before_end_s = 60
 
 def write_files(layout: Layout) -> None:
     """Writes everything that the daemons read."""
+    # small: a shared file system of 48 MB, to be filled up; scratch: the same path with another one on each node.
     for folder in ("etc", "state", "log", "run", "small", "scratch"):
         layout.path(folder).mkdir(parents=True, exist_ok=True)
     for node in layout.nodes:

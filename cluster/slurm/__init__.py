@@ -31,17 +31,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to Slurm and returns its handle.
 
     The run directory gets `job.json`, `site.json` and `submit.sh`, which is what Slurm runs. The job inherits the
-    environment of the caller, so secrets are exported there and never written.
-
-    Args:
-        job: what to run.
-        site: where.
-        files: of whoever submits, for the run directory; written when nothing but Slurm can refuse the job any more.
-
-    Raises:
-        ConfigError: the job cannot run on this site.
-        JobError: a job is live in this run directory, or Slurm refuses, with its words.
-        In each case the run directory is as it was before.
+    environment of the caller, so secrets are exported there and never written. `files` and errors are those of
+    `cluster.submission.submit`.
     """
     asked = scripts(job, site)
     check_submittable(site)

@@ -24,11 +24,7 @@ NODE_WAIT_S = 60.0
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Returns nothing if nothing is known to be wrong with sending `job` to `site`.
-
-    Raises:
-        ConfigError: what is wrong, with the way out.
-    """
+    """Raises ConfigError, with the way out, for what is known to be wrong with sending `job` to `site`."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the cluster, or try a "
@@ -41,11 +37,7 @@ def check(job: JobSpec, site: Site) -> None:
                 f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which other nodes cannot "
                 f"see. Use a directory on the shared file system."
             )
-    if not Path(job.working_directory).is_dir():
-        raise ConfigError(f"job.working_directory: {job.working_directory!r} is not a directory. Create it first.")
-    command = os.path.join(job.working_directory, job.argv[0]) if "/" in job.argv[0] else job.argv[0]
-    if shutil.which(command, path=job.environment.get("PATH")) is None:
-        raise ConfigError(f"job.argv: {job.argv[0]!r} is not an executable file. Check the path, or install it.")
+    job.check_command()
     if site.slurm is not None:
         _check_partition(job, site.slurm.partition)
 
@@ -70,14 +62,8 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
 
 
 def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> str | None:
-    words = [
-        "srun",
-        f"--nodes={num_nodes}",
-        f"--ntasks={num_nodes}",
-        "--ntasks-per-node=1",
-        "--immediate=30",
-        "--overlap",
-    ]
+    words = ["srun", "--immediate=30", "--overlap"]
+    words += [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     question = json.dumps({"token": token, "probes": [str(probe) for probe in probes], "folder": job.working_directory})
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))

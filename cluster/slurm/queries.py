@@ -116,7 +116,7 @@ def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
     for line in lines:
         job_id, native, nodes, reason = line.split("|", 3)
         state = STATES.get(native.split()[0], JobState.RUNNING)
-        looks[job_id] = Look(state=state, native=native, nodes=nodes, reason=_words(native, nodes, reason))
+        looks[job_id] = Look(state=state, reason=_words(native, nodes, reason))
     return looks
 
 
@@ -137,22 +137,16 @@ def _ended(job_id: str, config: str | None) -> Look | None:
         JobError: scontrol does not answer; a job that nobody could be asked about is not taken for a lost one.
     """
     if found := _show(job_id, config):
-        return _final(
-            found["JobState"], found.get("ExitCode", "0:0"), found.get("NodeList", ""), found.get("Reason", "")
-        )
-    columns = "--format=State,ExitCode,NodeList"
-    words = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", columns]
+        return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
+    words = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode"]
     try:
         lines = slurm_command(words, config).splitlines()
     except JobError:  # no accounting here
         return None
-    if not lines:
-        return None
-    native, exit_code, nodes = lines[-1].split("|", 2)
-    return _final(native, exit_code, nodes, "")
+    return _final(*lines[-1].split("|", 1)) if lines else None
 
 
-def _final(native: str, exit_code: str, nodes: str, reason: str) -> Look:
+def _final(native: str, exit_code: str, reason: str = "") -> Look:
     word = native.split()[0].rstrip("+")
     code, _, number = exit_code.partition(":")
     rc = int(code) or (128 + int(number or 0) if int(number or 0) else 0)
@@ -164,7 +158,7 @@ def _final(native: str, exit_code: str, nodes: str, reason: str) -> Look:
         text += ": its log file could not be opened. Is the run directory visible on the compute nodes?"
     if state is JobState.LOST:
         text += ". It was not requeued; `kit resume` starts it again"
-    return Look(state=state, native=native, nodes=nodes, reason=text, exit_code=rc if state.is_final else None)
+    return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
 
 
 def _forgotten(job_id: str) -> Look:
@@ -184,7 +178,7 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
         raise
     patterns = (r"^ {3}(JobState)=(\S+) (Reason)=(.*?) Dependency=",
                 r"^ {3}Requeue=\d (Restarts)=(\d+) .* (ExitCode)=(\S+)",
-                r"^ {3}(NodeList)=(\S+)", r"^ {3}.*(PreemptTime)=(\S+)")  # fmt: skip
+                r"^ {3}.*(PreemptTime)=(\S+)")  # fmt: skip
     found: dict[str, str] = {}
     for pattern in patterns:
         if match := re.search(pattern, text, re.MULTILINE):

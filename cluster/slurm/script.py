@@ -23,31 +23,16 @@ RULER = "# " + "-" * 100
 
 
 def slurm_scripts(job: JobSpec, site: Site, slurm: Slurm, warnings: list[str]) -> dict[str, str]:
-    """Returns the scripts of a job by file name, in order of submission.
-
-    Args:
-        job: the job, which fits the site.
-        site: where it will run.
-        slurm: the site's table.
-        warnings: shown at the top.
-    """
+    """Returns the scripts of a job that fits the site by file name, in order of submission, warnings at the top."""
     notes = [f"# WARNING: {text}" for text in warnings]
     common = [*_environment(job, slurm), *_meeting_point(slurm)]
-    run = [
-        *common,
-        *_broadcast(job, slurm),
-        *_ranks(job, slurm),
-        *_cache_to_nodes(job, slurm),
-        *_supervised(job, slurm),
-    ]
+    run = [*common, *_broadcast(job, slurm), *_ranks(job, slurm), *_cache_to_nodes(job, slurm)]
+    run += _supervised(job, slurm)
     texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm), *run]}
     if slurm.compilation:
         ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, compiling=True), *common]
-        ahead += [
-            *_broadcast(job, slurm),
-            *_ranks(job, slurm, compiling=True),
-            *_compile(job, slurm, slurm.compilation),
-        ]
+        ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, compiling=True)]
+        ahead += _compile(job, slurm, slurm.compilation)
         texts = {"compile.sh": ahead, **texts}
     return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
 
@@ -103,10 +88,7 @@ def _environment(job: JobSpec, slurm: Slurm) -> list[str]:
         'fail() { echo "$*" >&2; exit 1; }',
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
         f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"',
-        *(
-            f"module load {quote(name)} || fail {quote(f'the module {name} cannot be loaded')}"
-            for name in slurm.modules
-        ),
+        *(f"module load {quote(m)} || fail {quote(f'the module {m} cannot be loaded')}" for m in slurm.modules),
         *_exports(variables),
         *slurm.setup,
     ]

@@ -281,7 +281,7 @@ def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
 def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
     run_dir = tmp_path / "local"
     run_dir.mkdir()
-    (run_dir / "checkpoints").symlink_to(nodes.scratch_directory)
+    (run_dir / "checkpoints").symlink_to(nodes.layout.path("scratch"))
     start = time.time()
     status = standin(run_dir, site).wait(60)
     measured(
@@ -333,7 +333,7 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
 
 def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, recipe, tmp_path):
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
-    folder = nodes.small_directory / "checkpoints"
+    folder = nodes.layout.path("small", "checkpoints")
     folder.mkdir()
     run = Run.create(tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site)
     run.checkpoints.directory.symlink_to(folder)
@@ -341,7 +341,7 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, re
     try:
         assert eventually(lambda: run.checkpoints.steps(), 120), run.job.logs()
         start = time.time()
-        filler = nodes.small_directory / "filler"
+        filler = nodes.layout.path("small", "filler")
         with pytest.raises(OSError, match="No space left"), filler.open("wb") as stream:
             for _ in itertools.count():
                 stream.write(bytes(1 << 16))
