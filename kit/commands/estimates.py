@@ -50,8 +50,8 @@ def plan(
     if as_json:
         print(json.dumps(report.to_dict()))
         return
-    _print_table(report.title, report.header, report.rows)
-    _print_table("", ("", ""), [(Text(label, style="dim"), text) for label, text in report.facts])
+    _print_table(report.search.title, report.header, report.rows)
+    _print_table("", ("", ""), [(Text(label, style="dim"), text) for label, text in report.chosen.facts()])
     if out is not None:
         console().print(Text(f"Layout {choose} is in {out}."), soft_wrap=True)
 

@@ -7,46 +7,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kit.estimate.choose.explain import answers
-    from kit.estimate.choose.search import search
-    from kit.estimate.fit.calibrate import calibrate, published_calibration
-    from kit.estimate.fit.measured_rows import hardware_on
-    from kit.estimate.theory.layouts import Layouts
-    from kit.estimate.theory.memory import memory_by_stage
-    from kit.estimate.theory.schedule import simulate_plan
-    from kit.estimate.theory.timeline import timeline_figure
-    from kit.estimate.tuning.objectives import EstimatedRate
-    from kit.estimate.tuning.sensitivity import sensitivity, sensitivity_figure
-    from kit.estimate.tuning.tune import trials_figure, tune
-    from kit.estimate.validation.validate import predictions, validate
+    from kit.estimate.choose.explain import answers as answers
+    from kit.estimate.choose.search import search as search
+    from kit.estimate.fit.calibrate import calibrate as calibrate
+    from kit.estimate.fit.calibrate import published_calibration as published_calibration
+    from kit.estimate.fit.measured_rows import hardware_on as hardware_on
+    from kit.estimate.theory.layouts import Layouts as Layouts
+    from kit.estimate.theory.memory import memory_by_stage as memory_by_stage
+    from kit.estimate.theory.schedule import simulate_plan as simulate_plan
+    from kit.estimate.theory.timeline import timeline_figure as timeline_figure
+    from kit.estimate.tuning.objectives import EstimatedRate as EstimatedRate
+    from kit.estimate.tuning.sensitivity import sensitivity as sensitivity
+    from kit.estimate.tuning.sensitivity import sensitivity_figure as sensitivity_figure
+    from kit.estimate.tuning.tune import trials_figure as trials_figure
+    from kit.estimate.tuning.tune import tune as tune
+    from kit.estimate.validation.validate import predictions as predictions
+    from kit.estimate.validation.validate import validate as validate
 
-_PLACES = {
-    "EstimatedRate": "tuning.objectives",
-    "Layouts": "theory.layouts",
-    "answers": "choose.explain",
-    "calibrate": "fit.calibrate",
-    "hardware_on": "fit.measured_rows",
-    "memory_by_stage": "theory.memory",
-    "predictions": "validation.validate",
-    "published_calibration": "fit.calibrate",
-    "search": "choose.search",
-    "sensitivity": "tuning.sensitivity",
-    "sensitivity_figure": "tuning.sensitivity",
-    "simulate_plan": "theory.schedule",
-    "timeline_figure": "theory.timeline",
-    "trials_figure": "tuning.tune",
-    "tune": "tuning.tune",
-    "validate": "validation.validate",
+_NAMES = {
+    "choose.explain": ("answers",),
+    "choose.search": ("search",),
+    "fit.calibrate": ("calibrate", "published_calibration"),
+    "fit.measured_rows": ("hardware_on",),
+    "theory.layouts": ("Layouts",),
+    "theory.memory": ("memory_by_stage",),
+    "theory.schedule": ("simulate_plan",),
+    "theory.timeline": ("timeline_figure",),
+    "tuning.objectives": ("EstimatedRate",),
+    "tuning.sensitivity": ("sensitivity", "sensitivity_figure"),
+    "tuning.tune": ("trials_figure", "tune"),
+    "validation.validate": ("predictions", "validate"),
 }
-__all__ = [
-    "EstimatedRate", "Layouts", "answers", "calibrate", "hardware_on", "memory_by_stage", "predictions",
-    "published_calibration", "search", "sensitivity", "sensitivity_figure", "simulate_plan", "timeline_figure",
-    "trials_figure", "tune", "validate",
-]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Imports a name when it is first asked for: few readers need all of them."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,7 +44,7 @@ def test_makespan_equals_the_closed_forms(p, m):
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (16, 64)])
 def test_memory_of_the_schedules(p, m):
-    held = {name: even(name, p, m, v, f=1, b=1, w=1).peak_in_flight
+    held = {name: even(name, p, m, v, f=1, b=1, w=1).order.peak_in_flight
             for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), ("zbv", 2))}  # fmt: skip
     assert (held["gpipe"] == m).all()
     assert held["1f1b"].tolist() == list(range(p, 0, -1))

@@ -166,9 +166,11 @@ def test_report_is_what_the_command_prints():
     data = json.loads(json.dumps(report.to_dict()))
     Plan.from_dict(data["plan"]).check(ModelSpec.preset("gpt-22b"), 16)
     assert data["answers"][0]["days"] > 0
-    assert dict(report.facts)["limited by"] == data["answers"][0]["binding"]
-    assert report.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
-    assert "calibrated on 20 runs" in dict(report.facts)["times"] and "calibrated" in report.search._repr_html_()
+    assert dict(report.chosen.facts())["limited by"] == data["answers"][0]["binding"]
+    assert report.search.title.endswith("calibrated on 20 runs") and data["calibration_runs"] == 20
+    assert (
+        "calibrated on 20 runs" in dict(report.chosen.facts())["times"] and "calibrated" in report.search._repr_html_()
+    )
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
         assert low < answer.row["step_time_s"] < high and interval(answer.row) in row
@@ -178,7 +180,7 @@ def test_report_is_what_the_command_prints():
 def test_a_plan_for_trainium_is_one_that_its_engine_takes():
     report = plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, count=3)
     for answer in report.answers:
-        assert answer.plan.engine == "neuron" and "engine neuron" in report.title
+        assert answer.plan.engine == "neuron" and "engine neuron" in report.search.title
         answer.plan.check(report.search.spec, 8192)
     layouts = report.search.layouts
     assert 32 in layouts.tensor_parallel, "HLAT's own degree, with each key/value head four times"

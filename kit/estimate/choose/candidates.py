@@ -53,9 +53,7 @@ def candidates(
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length))
     if not len(row):
-        raise ConfigError(
-            f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
-        )
+        raise ConfigError(_none_left(num_devices, limits))
     columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
     columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
     columns |= {name: values[mode] for name, values in modes.items()}
@@ -161,9 +159,7 @@ def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     Raises:
         ConfigError: none; with the reason of the first.
     """
-    names = [
-        name for name in (*DEGREES, "recompute", "schedule") if name not in ("micro_batch_size", "global_batch_size")
-    ]
+    names = [name for name in (*DEGREES, "recompute", "schedule") if not name.endswith("batch_size")]
     table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
     _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
 
@@ -194,14 +190,15 @@ def _kind(spec: ModelSpec, name: str) -> type:
     return bool if isinstance(getattr(spec, name), bool) else float
 
 
-def _describe(limits: dict[str, tuple]) -> str:
-    return ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
+def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
+    by = ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
+    return f"plan: no layout of {num_devices} devices is left by {by}. Allow more values."
 
 
 def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName) -> str:
     """Returns what is wrong with a device count or batch that no layout fits, and the nearest that work."""
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
-        return f"plan: no layout of {num_devices} devices is left by {_describe(limits)}. Allow more values."
+        return _none_left(num_devices, limits)
     replicas = {
         num_devices // (t * p)
         for t in _tensor_degrees(spec, num_devices, engine)

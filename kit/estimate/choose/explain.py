@@ -175,10 +175,7 @@ class Answer:
 def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
     """Returns the `count` fastest feasible layouts, explained, ordered by simulated step time.
 
-    Args:
-        search: of one model and machine.
-        count: layouts that are simulated.
-        tokens: training budget for days and price.
+    A training budget in tokens gives days and price.
 
     Raises:
         ConfigError: count or tokens below 1.

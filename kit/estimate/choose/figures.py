@@ -28,9 +28,7 @@ MARKERS = "oDs^vP*<>X"
 def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tuple[Any, Rows]:
     """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and their table.
 
-    Args:
-        stages: of each layout, by title, from `memory_by_stage`.
-        device_bytes: drawn as a line.
+    `stages` come from `memory_by_stage`, by title; the memory of a device is drawn as a line.
     """
     rows: Rows = []
     with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
@@ -38,7 +36,7 @@ def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tup
             count = np.size(stage.total)
             bottom = np.zeros(count)
             for name, colour in zip(TERMS, MEMORY_COLOURS, strict=True):
-                size = np.broadcast_to(getattr(stage, name), count) / 2**30
+                size = np.broadcast_to(stage.term(name), count) / 2**30
                 axis.bar(range(count), size, bottom=bottom, color=colour, width=0.85, label=name.replace("_", " "))
                 bottom = bottom + size
             rows += [{"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)]
@@ -55,10 +53,9 @@ def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tup
 
 
 def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
-    """Returns horizontal bars of where the time of some steps goes, each as shares of its step, and their table.
+    """Returns horizontal bars of where the time of some steps goes, as shares of each, and their table.
 
-    Args:
-        terms: seconds by term of each step (`StepTime.terms_s`), by title.
+    `terms` are seconds by term of each step (`StepTime.terms_s`), by title.
     """
     seconds = {name: np.array([float(np.squeeze(step[name])) for step in terms.values()]) for name in TIME_COLOURS}
     total = sum(seconds.values())
@@ -84,9 +81,7 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
 def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:
     """Returns all layouts of a search as points of memory and time, with the front, and the front as a table.
 
-    Args:
-        search: what to show.
-        marked: indices of layouts to name in the picture.
+    `marked` are indices of layouts to name in the picture.
     """
     rows = [search.row(int(index)) for index in search.pareto]
     used, time_s = search.used_bytes / 2**30, search.step_time_s

@@ -8,7 +8,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
-from kit.estimate.fit.calibrate import Calibration, published_calibration
+from kit.estimate.fit.calibrate import published_calibration
 from kit.plan import EngineName
 from kit.spec import ModelSpec
 
@@ -28,11 +28,6 @@ class PlanReport:
         return self.answers[self.choice - 1]
 
     @property
-    def title(self) -> str:
-        """One line: model, machine, and how many layouts were compared."""
-        return self.search.title
-
-    @property
     def header(self) -> tuple[str, ...]:
         """Names of the columns of `rows`."""
         return ("#", *COLUMNS, "simulated s")
@@ -44,11 +39,6 @@ class PlanReport:
             (str(number), *cells(answer.row), seconds(answer.simulated_s))
             for number, answer in enumerate(self.answers, start=1)
         ]
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """What is known about the chosen layout, as (label, text)."""
-        return self.chosen.facts()
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
@@ -80,23 +70,16 @@ def plan_report(
     count: int = 5,
     choose: int = 1,
     engine: EngineName | None = None,
-    calibration: Calibration | None = None,
     only: Mapping[str, Iterable[Any]] | None = None,
 ) -> PlanReport:
-    """Returns the fastest layouts of a model on a machine.
+    """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell about it.
 
     Args:
         model: a preset, or a spec.json.
         site: a name or a .toml file.
-        devices: how many.
-        batch: sequences in one optimizer step.
-        tokens: training budget for days and price.
-        max_risk: highest accepted probability of running out of memory.
-        count: layouts to simulate.
+        devices, batch, max_risk, engine, only: as in `search`.
+        tokens, count: as in `answers`.
         choose: which of them to explain and keep, from 1.
-        engine: what would run them; default: the site's.
-        calibration: default: what published runs tell about the site.
-        only: as in `search`.
 
     Raises:
         ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.
@@ -105,7 +88,7 @@ def plan_report(
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(f"tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
     place = Site.load(site)
-    calibration = calibration or published_calibration(place)
+    calibration = published_calibration(place)
     found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
     shown = answers(found, count, tokens=tokens)
     if not 1 <= choose <= len(shown):

@@ -181,7 +181,6 @@ def search(
     engine: EngineName | None = None,
     calibration: Calibration | None = None,
     kernels: Kernels | None = None,
-    reserve: Reserve = RESERVE,
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
@@ -197,7 +196,6 @@ def search(
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
             machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
-        reserve: memory that is not modelled.
         only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`.
         layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, as in `Layouts.of`.
 
@@ -212,7 +210,7 @@ def search(
     calibration = calibration or calibrate([], site, hardware=hardware)
     engine = engine or site.engine
     kernels = kernels or ENGINE_KERNELS[engine]
-    machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=reserve)
+    machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
     layouts = candidates(spec, num_devices, global_batch_size, engine=engine, only=only, **layout_kernels)
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(

@@ -68,9 +68,7 @@ class Calibration:
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
         """Returns step times of layouts with an interval, and warnings for those unlike any calibrated run.
 
-        Args:
-            layouts: any number.
-            hardware: default: of the calibrated machine.
+        `hardware` is the calibrated machine's unless it is given.
         """
         hardware = hardware or self.hardware
         centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance, self.misfit)
@@ -126,40 +124,31 @@ class Calibration:
         return html_table("Calibration", rows)
 
 
-def calibrate(
-    runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None, prior: Prior | None = None
-) -> Calibration:
+def calibrate(runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None) -> Calibration:
     """Returns the coefficients of the machine that the runs were made on.
+
+    Their prior is the population of published machines, wider for a local site.
 
     Args:
         runs: published runs, run directories of the kit, or both; none gives the population's average.
         site: the machine; default: that of the runs.
         hardware: its numbers; default: of the site.
-        prior: default: the population of published machines, wider for a local site.
 
     Raises:
         ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
     """
     site = site or site_of(runs)
-    if prior is None:
-        prior = Prior.default()
-        if site is not None and site.scheduler == "local":
-            prior = _local(prior)
-    if not runs:
-        if hardware is None and site is None:
-            raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
-        rows = None
-        found = fitting.prior_only(prior)
-    else:
-        rows = rows_of_any(runs, site, hardware)
-        found = fitting.fit(rows, prior)
-    if hardware is None and rows is not None:
-        hardware = rows.hardware.select(0)
-    elif hardware is None:
-        assert site is not None
-        hardware = Hardware.of(site)
-    calibration = from_fit(found, prior, rows, hardware)
     is_local = site is not None and site.scheduler == "local"
+    prior = _local(Prior.default()) if is_local else Prior.default()
+    if runs:
+        rows = rows_of_any(runs, site, hardware)
+        found, hardware = fitting.fit(rows, prior), hardware or rows.hardware.select(0)
+    elif site is None and hardware is None:
+        raise ConfigError("calibrate: neither runs nor a site are given. Give at least one of them.")
+    else:
+        rows, found = None, fitting.prior_only(prior)
+        hardware = hardware or Hardware.of(site)  # type: ignore[arg-type]
+    calibration = from_fit(found, prior, rows, hardware)
     return dataclasses.replace(calibration, misfit=max(calibration.misfit, LOCAL_MISFIT)) if is_local else calibration
 
 
@@ -217,12 +206,7 @@ def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hard
 def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int) -> list[int]:
     """Returns indices of candidates, one after the other that which lowers the summed predictive variance most.
 
-    Args:
-        candidates: layouts that could be run.
-        hardware: of the machine, or of each candidate.
-        values: ln coefficients believed now.
-        covariance: of them.
-        count: how many to return.
+    `values` are the ln coefficients believed now, with their covariance.
 
     Raises:
         ConfigError: more are asked for than there are candidates.

@@ -23,6 +23,8 @@ TAIL = 5.0
 MAX_ROWS = 100.0
 STACK_SPREAD = 0.15
 """ln-spread of the factors of software stacks on one machine."""
+ROUNDS = 3
+"""Of fitting all machines with the population, and the population to them."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
 HIGH = np.log([BOUNDS[name][1] for name in NAMES])
 
@@ -87,9 +89,8 @@ class Fit:
     @property
     def coefficients(self) -> Coefficients:
         """The fitted coefficients, without stack factors."""
-        values = np.clip(
-            np.exp(self.values), *np.array([BOUNDS[name] for name in NAMES]).T
-        )  # a bound, not 1e-16 beyond
+        low, high = np.array([BOUNDS[name] for name in NAMES]).T
+        values = np.clip(np.exp(self.values), low, high)  # a bound, not 1e-16 beyond
         return Coefficients(**dict(zip(NAMES, values.tolist(), strict=True)))
 
 
@@ -173,20 +174,16 @@ def prior_only(prior: Prior) -> Fit:
     return Fit(values=prior.mean, covariance=np.diag(prior.spread**2), stack_factors=np.zeros(0))
 
 
-def population(machines: Sequence[Rows], *, hyper: Prior | None = None, rounds: int = 3) -> Prior:
+def population(machines: Sequence[Rows]) -> Prior:
     """Returns mean and spread of the coefficients among machines (empirical Bayes).
 
     Each round fits every machine with the present prior, then takes mean and spread of the fits, each weighted by how
-    well its rows tell the coefficient. `hyper` counts as one more machine for the mean and two for the spread.
-
-    Args:
-        machines: rows of each.
-        hyper: where to begin; default: `Prior.guess()`.
-        rounds: of the two steps.
+    well its rows tell the coefficient. The guess to begin with counts as one more machine for the mean and two for the
+    spread.
     """
-    hyper = hyper or Prior.guess()
-    prior, fits = hyper, [None] * len(machines)
-    for _ in range(rounds):
+    hyper = prior = Prior.guess()
+    fits = [None] * len(machines)
+    for _ in range(ROUNDS):
         fits = [
             fit(rows, prior, start=old.values if old else None, steps=8)
             for rows, old in zip(machines, fits, strict=True)

@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from kit.estimate.fit.fitting import HIGH, LOW, sensitivity
+from kit.estimate.fit.fitting import HIGH, LOW, Fit, Rows, sensitivity
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import layer_params
@@ -25,6 +25,13 @@ def spread(
     centre, slopes = sensitivity(layouts, hardware, np.clip(values, LOW, HIGH))
     variance = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
     return centre, np.sqrt(variance + misfit**2)
+
+
+def errors(rows: Rows, found: Fit) -> tuple[Array, Array]:
+    """Returns (relative error of each prediction, whether the measurement lies in its 90 % interval)."""
+    centre, deviation = spread(rows.layouts, rows.hardware, found.values, found.covariance)
+    off = centre - np.log(rows.seconds)
+    return np.expm1(off), np.abs(off) <= QUANTILE * deviation
 
 
 def features(layouts: Layouts) -> dict[str, Array]:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kit.run import Run
 
 AnyRun = PublishedRun | Run | str | os.PathLike[str]
 """A published run, or a run of the kit by its directory."""
+Columns = TypeVar("Columns", Layouts, Hardware)
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
@@ -25,17 +27,20 @@ CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
 
 
 def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
-    """Returns published runs and run directories of the kit as rows.
+    """Returns published runs and run directories of the kit, at least one, as rows.
 
-    Args:
-        runs: of either kind, at least one.
-        site: the machine; none: that of each run.
-        hardware: its numbers; none: of the site.
+    The machine is `site`, else that of each run, and its numbers are `hardware`, else those of the site.
 
     Raises:
         ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
     """
-    return _concatenate([_rows(run, site, hardware) for run in runs])
+    parts = [_rows(run, site, hardware) for run in runs]
+    sizes = list(map(len, parts))
+    return Rows(
+        layouts=_joined([part.layouts for part in parts], sizes),
+        hardware=_joined([part.hardware for part in parts], sizes),
+        seconds=np.concatenate([part.seconds for part in parts]), stack=np.concatenate([part.stack for part in parts]),
+    )  # fmt: skip
 
 
 def rows_of(runs: Sequence[PublishedRun]) -> Rows:
@@ -75,11 +80,6 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     """Returns the numbers of a site; on a local one each layout's processes share the cores.
 
     A local site whose peak, memory bandwidth or links were not measured (`kit bench site`) gets those of `CORE`.
-
-    Args:
-        site: the machine.
-        layouts: that will run there.
-        dtype: of matrix products.
 
     Raises:
         ConfigError: a cluster's site lacks a number.
@@ -127,31 +127,17 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
             )
     if not times:
         raise ConfigError(f"{run.directory}: no attempt has more than {WARM_UP} steps, so there is no step time yet.")
+    sizes = [1] * len(times)
     return Rows(
-        layouts=_stack_layouts(layouts), hardware=_stack_hardware(machines, [1] * len(machines)),
-        seconds=np.array(times), stack=np.zeros(len(times), int),
+        layouts=_joined(layouts, sizes), hardware=_joined(machines, sizes), seconds=np.array(times),
+        stack=np.zeros(len(times), int),
     )  # fmt: skip
 
 
-def _stack_layouts(parts: Sequence[Layouts]) -> Layouts:
-    names = [field.name for field in dataclasses.fields(Layouts)]
-    return Layouts(
-        **{name: np.concatenate([np.broadcast_to(getattr(part, name), part.shape) for part in parts]) for name in names}
-    )
-
-
-def _stack_hardware(parts: Sequence[Hardware], sizes: Sequence[int]) -> Hardware:
+def _joined(parts: Sequence[Columns], sizes: Sequence[int]) -> Columns:
+    """Returns the columns of all parts end to end, each as long as its part says."""
     columns = {}
-    for field in dataclasses.fields(Hardware):
+    for field in dataclasses.fields(parts[0]):
         values = [np.broadcast_to(getattr(part, field.name), size) for part, size in zip(parts, sizes, strict=True)]
         columns[field.name] = np.concatenate(values)
-    return Hardware(**columns)
-
-
-def _concatenate(parts: Sequence[Rows]) -> Rows:
-    return Rows(
-        layouts=_stack_layouts([part.layouts for part in parts]),
-        hardware=_stack_hardware([part.hardware for part in parts], [len(part) for part in parts]),
-        seconds=np.concatenate([part.seconds for part in parts]),
-        stack=np.concatenate([part.stack for part in parts]),
-    )
+    return type(parts[0])(**columns)

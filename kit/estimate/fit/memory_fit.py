@@ -7,7 +7,7 @@ import numpy as np
 from kit.errors import ConfigError
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.memory import StageMemory, memory
+from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import Reserve
 
 # How far, in ln, a number may believably be from where the fit starts.
@@ -15,20 +15,20 @@ RESERVE_SPREAD = {"factor": 0.15, "extra_bytes": 0.4, "sharpness": 0.3}
 KERNEL_SPREAD = {"logit_bytes": 0.25, "score_bytes": 0.7}
 
 
-def fit_reserve(stage: StageMemory, used_bytes: Array, *, start: Reserve, source: str) -> Reserve:
+def fit_reserve(state: Array, dynamic: Array, used_bytes: Array, *, start: Reserve, source: str) -> Reserve:
     """Returns the reserve whose factor and extra bytes come closest to measured bytes: two fitted numbers.
 
     The mean absolute relative error is minimised, since single readings in published tables are wrong.
 
     Args:
-        stage: modelled terms of the device that was measured, one element per run.
+        state: modelled bytes of weights, gradients and optimizer of the device that was measured, one per run.
+        dynamic: modelled bytes of the rest.
         used_bytes: as a monitor or the allocator showed them.
         start: where to begin; its sharpness is kept.
         source: what the rows are.
     """
     if len(used_bytes) < 3:
         raise ConfigError(f"fit_reserve: {len(used_bytes)} measured runs are too few. Give at least 3.")
-    state, dynamic = stage.state, stage.dynamic
 
     def loss(values: Array) -> float:
         used = state + values[0] * dynamic + values[1]
@@ -50,8 +50,7 @@ def fit_out_of_memory(
         layouts: that were tried.
         is_out_of_memory: which of them stopped for lack of memory, bool.
         device_bytes: memory of one device.
-        kernels: where to begin; flags stay as they are.
-        reserve: where to begin.
+        kernels, reserve: where to begin; flags stay as they are.
         source: what the labels are.
     """
     labels = np.asarray(is_out_of_memory, dtype=bool)
@@ -79,10 +78,10 @@ def fit_out_of_memory(
     return model(minimise(loss, start))
 
 
-def minimise(loss: Callable[[Array], float], start: Array, *, step: float = 0.2, smallest: float = 1e-3) -> Array:
+def minimise(loss: Callable[[Array], float], start: Array) -> Array:
     """Returns positive numbers at which `loss` is smallest near `start`: compass search on their logarithms."""
-    best, value = np.asarray(start, dtype=float), loss(start)
-    while step > smallest:
+    best, value, step = np.asarray(start, dtype=float), loss(start), 0.2
+    while step > 1e-3:
         before = best
         for i in range(len(best)):
             for sign in (step, -step):

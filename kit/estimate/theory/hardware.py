@@ -45,26 +45,18 @@ class Hardware:
 
     @classmethod
     def of(cls, site: Site, dtype: str = "bf16") -> Self:
-        """Returns the numbers of a site.
-
-        Args:
-            site: its device, links and price.
-            dtype: of matrix products: one the site has a peak for, or fp8, mxfp8, nvfp4.
+        """Returns the numbers of a site, for matrix products in a dtype that it has a peak for, or in one of `NARROW`.
 
         Raises:
             ConfigError: the site lacks a number that step time needs.
         """
         peak = site.peak_flops_per_s("bf16" if dtype in NARROW else dtype)
-        missing = [
-            name
-            for name, value in (
-                (f"device.peak_flops_per_s.{dtype}", peak),
-                ("device.memory_bytes", site.device.memory_bytes),
-                ("device.memory_bytes_per_s", site.device.memory_bytes_per_s),
-            )
-            if value is None
-        ]
-        if missing:
+        needed = {
+            f"device.peak_flops_per_s.{dtype}": peak,
+            "device.memory_bytes": site.device.memory_bytes,
+            "device.memory_bytes_per_s": site.device.memory_bytes_per_s,
+        }
+        if missing := [name for name, value in needed.items() if value is None]:
             raise ConfigError(
                 f"site {site.name}: step time needs {', '.join(missing)}. Add them to the site file, or measure them "
                 f"(kit bench site)."

@@ -61,13 +61,9 @@ class Layouts:
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
-        """Returns plans of one model, or of as many models as plans, with their engine's kernels unless said otherwise.
+        """Returns plans of one model, or of as many models as plans.
 
-        Args:
-            spec: one for all plans, or one each.
-            plans: the layouts.
-            kernels: `flash_attention`, `fused_norm`, `fused_softmax`, `overlap`,
-                `gradient_bytes`, `context_parallel`: numbers or arrays.
+        Their kernels are the engine's, but for those given by the names of `KERNELS`, as numbers or arrays.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)

@@ -19,7 +19,7 @@ sequence parallelism, else 1 (other letters: layouts.py).
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 
 STATE = ("weights", "gradients", "optimizer")
-TERMS = (*STATE, "activations", "embedding_logits", "workspace", "buffers")
+DYNAMIC = ("activations", "embedding_logits", "workspace", "buffers")
+TERMS = (*STATE, *DYNAMIC)
 _GPIPE, _ZBV = SCHEDULES.index("gpipe"), SCHEDULES.index("zbv")
 
 
@@ -70,24 +71,13 @@ class StageMemory:
     buffers: Array
 
     @property
-    def weights(self) -> Array:
-        """Bytes of the weights used in matrix products."""
-        return self.params * self.bytes_per_param["weights"]
-
-    @property
-    def gradients(self) -> Array:
-        """Bytes of accumulated gradients."""
-        return self.params * self.bytes_per_param["gradients"]
-
-    @property
-    def optimizer(self) -> Array:
-        """Bytes of master weights and moments."""
-        return self.params * self.bytes_per_param["optimizer"]
-
-    @property
     def state(self) -> Array:
         """Weights, gradients and optimizer: allocated once, before the first step."""
         return self.params * self.bytes_per_param["state"]
+
+    def term(self, name: str) -> Array:
+        """Returns the bytes of one of `TERMS`."""
+        return self.params * self.bytes_per_param[name] if name in STATE else getattr(self, name)
 
     @property
     def dynamic(self) -> Array:
@@ -120,10 +110,8 @@ class Memory:
         """Returns the probability, 0 to 1, of running out on devices of `device_bytes`."""
         return self.reserve.out_of_memory_probability(self.used_bytes, device_bytes)
 
-    def terms(self, stage: Literal["first", "last", "heaviest"] = "heaviest") -> dict[str, Array]:
-        """Returns bytes by term, `reserve` last; their sum is what that pipeline device uses."""
-        if stage == "first" or stage == "last":
-            return self._terms(getattr(self, stage))
+    def terms(self) -> dict[str, Array]:
+        """Returns bytes of the heaviest device by term, `reserve` last; their sum is what it uses."""
         stages = [each for each in (self.first, self.last, self.second) if each is not None]
         used = np.stack(np.broadcast_arrays(*(self._used(each) for each in stages)))
         heaviest = used.argmax(axis=0)[None]
@@ -139,7 +127,7 @@ class Memory:
         return self.reserve.used_bytes(stage.state, stage.dynamic)
 
     def _terms(self, stage: StageMemory) -> dict[str, Array]:
-        return {name: getattr(stage, name) for name in TERMS} | {"reserve": self._used(stage) - stage.total}
+        return {name: stage.term(name) for name in TERMS} | {"reserve": self._used(stage) - stage.total}
 
 
 def memory(
@@ -153,13 +141,8 @@ def memory(
 
     With equal stages no device holds more than the first or the last: those between have as many layers, no embedding,
     and no more micro-batches in flight. Layers that do not divide over p are taken as embedding and output each in the
-    place of a layer, where that makes them divide (BLOOM, Llama 3), else rounded up.
-
-    Args:
-        layouts: any number of them.
-        kernels: what the code base keeps; flash attention, fused norms and the width of gradients are in `layouts`.
-        convention: bytes per parameter.
-        reserve: for everything not modelled.
+    place of a layer, where that makes them divide (BLOOM, Llama 3), else rounded up. `kernels` is what the code base
+    keeps; flash attention, fused norms and the width of gradients are in `layouts`.
     """
     stages = _Stages(layouts, kernels, convention)
     p, zbv = layouts.pipeline_parallel, layouts.schedule == _ZBV
@@ -178,11 +161,7 @@ def memory_by_stage(
 ) -> StageMemory:
     """Returns the bytes on every pipeline device of one layout, arrays of shape (pipeline_parallel,).
 
-    Args:
-        layouts: exactly one.
-        layers: transformer layers on each device, where they are not equal.
-        kernels: as in `memory`.
-        convention: as in `memory`.
+    `layers` are the transformer layers on each device, where they are not equal; the rest as in `memory`.
 
     Raises:
         ConfigError: more than one layout, or `layers` does not have one number per pipeline device.

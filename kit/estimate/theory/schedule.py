@@ -38,11 +38,6 @@ class Simulation:
         """Share of the time of all devices in which they wait: bubble, links and unequal stages together."""
         return float(self.idle_fraction.mean())
 
-    @property
-    def peak_in_flight(self) -> Array:
-        """The most micro-batches whose activations a device holds at once, shape (devices,); see Order."""
-        return self.order.peak_in_flight
-
 
 def simulate(
     order: Order,

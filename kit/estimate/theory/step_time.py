@@ -60,20 +60,12 @@ class StepTime:
         """Of all devices together."""
         return self.layouts.global_batch_size * self.layouts.sequence_length / self.total_s
 
-    def mfu(self, peak_flops_per_s: Array | float | None = None) -> Array:
-        """Returns model FLOP/s over the peak, 0-1, by `FlopBasis.MODEL`.
-
-        Args:
-            peak_flops_per_s: of one device; default: the data sheet's, for bf16 or what the hardware was made for.
-        """
-        return self._utilisation(model_flops_per_token(self.layouts), peak_flops_per_s)
-
-    def hfu(self, peak_flops_per_s: Array | float | None = None) -> Array:
-        """Returns the same with the forward pass of full recomputation counted."""
+    def hfu(self) -> Array:
+        """Returns the FLOP/s of `FlopBasis.MODEL` and the forward pass of full recomputation, over the peak, 0-1."""
         x = self.layouts
         again = 2 * x.num_layers * (layer_params(x) + 2 * x.hidden_size * x.sequence_length)
         flops = model_flops_per_token(x) + np.where(x.recompute == FULL, again, 0.0)
-        return self._utilisation(flops, peak_flops_per_s)
+        return self.tokens_per_s * flops / (x.num_devices * self.hardware.peak_flops_per_s)
 
     def days(self, tokens: float) -> Array:
         """Returns days for a token budget, without restarts."""
@@ -82,10 +74,6 @@ class StepTime:
     def price(self, tokens: float) -> Array:
         """Returns USD for a token budget at the site's price; NaN where it has none."""
         return self.days(tokens) * 24 * self.layouts.num_devices * self.hardware.price_per_device_hour
-
-    def _utilisation(self, flops_per_token: Array, peak: Array | float | None) -> Array:
-        peak = self.hardware.peak_flops_per_s if peak is None else peak
-        return self.tokens_per_s * flops_per_token / (self.layouts.num_devices * peak)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,13 +104,7 @@ def model_flops_per_token(x: Layouts) -> Array:
 
 
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:
-    """Returns the time of one optimizer step of each layout.
-
-    Args:
-        layouts: any number; their columns broadcast.
-        hardware: of one machine, or one element per layout.
-        coefficients: fitted efficiencies and latencies.
-    """
+    """Returns the time of one optimizer step of each layout, on hardware of one machine or one element per layout."""
     x, c = layouts, coefficients
     links = Links.of(x, hardware, c)
     layer = _layer(x, hardware, c, links)

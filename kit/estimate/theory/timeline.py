@@ -47,7 +47,7 @@ def _rows(simulation: Simulation) -> Rows:
             "device": device,
             "busy_s": float(simulation.busy_s[device]),
             "idle_fraction": float(simulation.idle_fraction[device]),
-            "peak_in_flight": float(simulation.peak_in_flight[device]),
+            "peak_in_flight": float(simulation.order.peak_in_flight[device]),
         }
         for device in range(simulation.order.num_devices)
     ]
@@ -90,7 +90,7 @@ def _title(simulation: Simulation) -> str:
     layout = f"{order.num_devices} devices" + (f" x {stages} stages" if stages > 1 else "")
     return (
         f"{TITLES.get(order.name, order.name)}: {layout}, {order.num_microbatches} micro-batches\n"
-        f"{100 * simulation.bubble_fraction:.1f} % idle; at most {simulation.peak_in_flight.max():.3g} of them held"
+        f"{100 * simulation.bubble_fraction:.1f} % idle; at most {order.peak_in_flight.max():.3g} of them held"
     )
 
 

@@ -70,31 +70,33 @@ class EstimatedRate:
             ConfigError: there is no such plan for this model.
             TrialFailure: it runs out of memory with a probability above `max_risk`.
         """
-        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
-        plan.check(self.spec)
-        layouts = Layouts.of(self.spec, [plan])
-        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        risk, rate = self._risk_and_rate([self._plan(parameters)])
         if risk.item() > self.max_risk:
             raise TrialFailure(f"out of memory (probability {risk.item():.2f})")
-        return float(self.machine.step_time(layouts).tokens_per_s.item()) / plan.num_devices
+        return rate.item()
 
     def rates(self, space: Mapping[str, Sequence]) -> Array:
         """Returns the objective on the whole grid of a space, one axis per parameter, NaN where it fails."""
         plans: list[tuple[int, Plan]] = []
         for number, choice in enumerate(itertools.product(*space.values())):
             with contextlib.suppress(ConfigError):
-                named = dict(zip(space, choice, strict=True))
-                plan = plan_of(named, devices_per_node=self.devices_per_node, base=self.base)
-                plan.check(self.spec)
-                plans.append((number, plan))
+                plans.append((number, self._plan(dict(zip(space, choice, strict=True)))))
         grid = np.full([len(choices) for choices in space.values()], np.nan)
         if not plans:
             return grid
-        layouts = Layouts.of(self.spec, [plan for _, plan in plans])
-        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
-        rate = self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
+        risk, rate = self._risk_and_rate([plan for _, plan in plans])
         grid.flat[[number for number, _ in plans]] = np.where(risk > self.max_risk, np.nan, rate)
         return grid
+
+    def _plan(self, parameters: Parameters) -> Plan:
+        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
+        plan.check(self.spec)
+        return plan
+
+    def _risk_and_rate(self, plans: list[Plan]) -> tuple[Array, Array]:
+        layouts = Layouts.of(self.spec, plans)
+        risk = self.machine.memory(layouts).out_of_memory_probability(float(self.machine.hardware.memory_bytes))
+        return risk, self.machine.step_time(layouts).tokens_per_s / layouts.num_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -57,12 +57,7 @@ def shapley(function: Callable[[list[Array]], Array], points: Array, background:
     """Returns the Shapley values of each parameter at each point, shape (points, parameters), and the base value.
 
     Exact: all 2^n coalitions. A coalition's worth is the mean of `function` with its members taken from the point and
-    the others from each row of the background.
-
-    Args:
-        function: of one array per parameter, broadcast against each other.
-        points: shape (points, parameters).
-        background: shape (rows, parameters).
+    the others from each row of the background, shape (rows, parameters).
 
     Source: Lundberg and Lee, arXiv 1705.07874, equations 4 and 8 (interventional expectation).
     """

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -77,9 +77,6 @@ class Trials(Record):
             dtype=int,
         ).reshape(len(self.trials), len(self.space))
 
-    def with_trial(self, trial: Trial) -> Self:
-        return dataclasses.replace(self, trials=(*self.trials, trial))
-
 
 def tune(
     objective: Objective,
@@ -117,7 +114,7 @@ def tune(
     while len(trials.trials) < min(num_trials, size):
         trial = _evaluate(objective, proposer.ask())
         proposer.tell(trial)
-        trials = trials.with_trial(trial)
+        trials = dataclasses.replace(trials, trials=(*trials.trials, trial))
         if storage is not None:
             Path(storage).parent.mkdir(parents=True, exist_ok=True)
             trials.write(Path(storage))
@@ -198,8 +195,11 @@ class _Proposer:
     def tell(self, trial: Trial) -> None:
         """Takes what came of the proposal."""
         self._succeeded |= trial.value is not None
-        state = self._optuna.trial.TrialState
-        self._study.tell(self._asked, trial.value, state.PRUNED if trial.value is None else state.COMPLETE)
+        self._study.tell(self._asked, trial.value, self._state(trial))
+
+    def _state(self, trial: Trial) -> Any:
+        known = self._optuna.trial.TrialState
+        return known.PRUNED if trial.value is None else known.COMPLETE
 
     def _ask(self) -> tuple[int, ...]:
         self._asked = self._study.ask(self._choices)
@@ -209,16 +209,15 @@ class _Proposer:
         self._study.enqueue_trial(dict(zip(self._space, map(int, index), strict=True)))
 
     def _finished(self, index: Sequence[int], trial: Trial) -> Any:
-        state = self._optuna.trial.TrialState
+        params = dict(zip(self._space, index, strict=True))
         return self._optuna.trial.create_trial(
-            params=dict(zip(self._space, index, strict=True)), distributions=self._choices, value=trial.value,
-            state=state.PRUNED if trial.value is None else state.COMPLETE,
-        )  # fmt: skip
+            params=params, distributions=self._choices, value=trial.value, state=self._state(trial)
+        )
 
-    def _far_from_all(self, seed: int, candidates: int = 64) -> Sequence[int]:
-        """Returns the random choice that is farthest from all trials: the way out where everything has failed."""
+    def _far_from_all(self, seed: int) -> Sequence[int]:
+        """Returns of 64 random choices that farthest from all trials: the way out where everything has failed."""
         sizes = np.array([len(choices) for choices in self._space.values()])
-        drawn = np.random.default_rng(seed).integers(sizes, size=(candidates, len(sizes)))
+        drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
         apart = (drawn[:, None] - np.array(self._seen)) / np.maximum(1, sizes - 1)
         return drawn[np.square(apart).sum(axis=2).min(axis=1).argmax()].tolist()
 
@@ -234,10 +233,7 @@ SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
 def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | None = None) -> tuple[Any, Rows]:
     """Returns a picture of a search: each trial's value, the best so far, failures below; and its table.
 
-    Args:
-        trials: of one search.
-        unit: of the values, for the title.
-        control: another search whose best so far is drawn beside it, such as random search.
+    The best so far of `control`, another search such as a random one, is drawn beside it.
 
     Raises:
         RunError: no trial succeeded.

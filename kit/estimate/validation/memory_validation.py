@@ -10,7 +10,7 @@ from kit.estimate.fit.memory_fit import fit_out_of_memory, fit_reserve
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory, memory_by_stage
+from kit.estimate.theory.memory import CONVENTIONS, DYNAMIC, STATE, memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import MONITOR_RESERVE, RESERVE
 from kit.plan import Plan
 from kit.show.results import Row, row
@@ -57,12 +57,13 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
     if len(runs) < 3:
         return []
     layouts, measured = _layouts(runs), np.array([run.memory_bytes for run in runs])
-    stage = _heaviest(layouts)
+    terms = memory(layouts, kernels=MEGATRON, reserve=MONITOR_RESERVE).terms()
+    state, dynamic = (sum(terms[name] for name in names) for names in (STATE, DYNAMIC))
     shape = np.array([f"{run.spec.num_layers} x {run.spec.hidden_size}" for run in runs])
 
     def used(train: Array) -> Array:
-        fitted = fit_reserve(_take(stage, train), measured[train], start=MONITOR_RESERVE, source="")
-        return fitted.used_bytes(stage.state, stage.dynamic)
+        fitted = fit_reserve(state[train], dynamic[train], measured[train], start=MONITOR_RESERVE, source="")
+        return fitted.used_bytes(state, dynamic)
 
     error = np.abs(_held_out(shape, used) / measured - 1)
     everywhere = float(np.mean(np.abs(used(np.ones(len(runs), bool)) / measured - 1)))
@@ -168,24 +169,6 @@ def _layouts(runs: Sequence[PublishedRun]) -> Layouts:
     layouts = published.layouts(runs)
     wide = [6.0 if run.precision == "bf16" and run.source.startswith("bigscience") else 2.0 for run in runs]
     return dataclasses.replace(layouts, gradient_bytes=np.array(wide))
-
-
-def _heaviest(layouts: Layouts) -> StageMemory:
-    """Returns the terms of the device that uses most, one element per layout."""
-    found = memory(layouts, kernels=MEGATRON, reserve=MONITOR_RESERVE)
-    terms = found.terms()
-    state = terms["weights"] + terms["gradients"] + terms["optimizer"]
-    share = {"state": state, **{name: terms[name] for name in ("weights", "gradients", "optimizer")}}
-    return StageMemory(
-        params=np.ones_like(state), bytes_per_param=share,
-        **{name: terms[name] for name in ("activations", "embedding_logits", "workspace", "buffers")},
-    )  # fmt: skip
-
-
-def _take(stage: StageMemory, rows: Array) -> StageMemory:
-    share = {name: values[rows] for name, values in stage.bytes_per_param.items()}
-    names = ("params", "activations", "embedding_logits", "workspace", "buffers")
-    return StageMemory(bytes_per_param=share, **{name: getattr(stage, name)[rows] for name in names})
 
 
 def _held_out(group: Array, predict: Callable[[Array], Array]) -> Array:

@@ -87,15 +87,13 @@ NEW_MACHINES = ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200"
 """With more than one node and at least 20 rows, so that 10 runs leave something to score."""
 
 
-def machines(runs: Sequence[PublishedRun] | None = None) -> dict[str, Machine]:
-    """Returns the machines that have measured runs among these (default: those that come with the kit)."""
-    runs = [run for run in (published.load() if runs is None else runs) if run.kind == "measured"]
-    found = {}
+def machines() -> dict[str, Machine]:
+    """Returns the machines of the measured runs that come with the kit."""
+    runs, found = [run for run in published.load() if run.kind == "measured"], {}
     for name, family, choice, group in MACHINES:
         own = tuple(run for run in runs if choice(run))
-        if own:
-            groups = tuple(group(run) for run in own)
-            found[name] = Machine(name=name, family=family, runs=own, rows=rows_of(own), groups=groups)
+        groups = tuple(group(run) for run in own)
+        found[name] = Machine(name=name, family=family, runs=own, rows=rows_of(own), groups=groups)
     return found
 
 
@@ -129,14 +127,8 @@ def after_runs(machine: Machine, prior: Prior, count: int) -> tuple[float, float
     rest = np.ones(len(rows), dtype=bool)
     rest[chosen] = False
     found = fitting.fit(rows.select(np.array(chosen, dtype=int)), prior)
-    return score(rows.select(rest), found)
-
-
-def score(rows: Rows, found: fitting.Fit) -> tuple[float, float]:
-    """Returns (mean absolute relative error, part of the rows inside their 90 % interval)."""
-    centre, deviation = interval.spread(rows.layouts, rows.hardware, found.values, found.covariance)
-    off = centre - np.log(rows.seconds)
-    return float(np.mean(np.abs(np.expm1(off)))), float(np.mean(np.abs(off) <= interval.QUANTILE * deviation))
+    error, inside = interval.errors(rows.select(rest), found)
+    return float(np.abs(error).mean()), float(inside.mean())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
@@ -233,9 +225,8 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
 
 def _new_machine(everything: dict[str, Machine], priors: dict[str, Prior]) -> list[Row]:
     rows, covered = [], []
-    names = [name for name in NEW_MACHINES if name in everything]
     for count, limit in CALIBRATION_RUNS.items():
-        scores = {name: after_runs(everything[name], priors[name], count) for name in names}
+        scores = {name: after_runs(everything[name], priors[name], count) for name in NEW_MACHINES}
         note = ", ".join(f"{name} {error:.1%}" for name, (error, _) in scores.items())
         mean = float(np.mean([error for error, _ in scores.values()]))
         rows.append(row(f"new machine, {count} runs chosen by the kit: mean error", mean, "fraction", at_most=limit,
@@ -256,10 +247,8 @@ def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> li
         ("KAIST multi-node", _size),
         ("Aleph Alpha", lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length)),
     ):
-        if name in everything:
-            machine = everything[name]
-            predicted = machine.rows.seconds * (1 + errors[name])
-            lost, count = regret(machine.runs, predicted, group)
-            rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02,
-                            note=f"{count} groups; predictions with the model size held out"))  # fmt: skip
+        machine = everything[name]
+        lost, count = regret(machine.runs, machine.rows.seconds * (1 + errors[name]), group)
+        rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02,
+                        note=f"{count} groups; predictions with the model size held out"))  # fmt: skip
     return rows

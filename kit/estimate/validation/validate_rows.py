@@ -8,7 +8,7 @@ import numpy as np
 from cluster.record import ConfigError
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
-from kit.estimate.fit.fitting import Prior, Rows
+from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.layouts import Array
@@ -21,12 +21,7 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
 
     A machine that has published rows of its own in the kit starts from these (less those that are in the CSV too: no
     row is scored by a fit that has seen it), others from the population. `calibrate` runs of each machine (never all),
-    chosen by the kit out of a random half of its rows, are fitted and not scored.
-
-    Args:
-        file: the CSV.
-        calibrate: runs to fit of each machine.
-        seed: of the random half.
+    chosen by the kit out of a random half of its rows (`seed`), are fitted and not scored.
 
     Raises:
         ConfigError: the CSV cannot be read, or holds no run whose layout is known.
@@ -43,7 +38,7 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
         own = [run for run in measured if run.system == system]
         error, covered, note = _score(own, calibrate, seed)
         errors, inside = [*errors, error], [*inside, covered]
-        table.append(row(f"{system}: mean error", _mean(error), "fraction", note=note))
+        table.append(row(f"{system}: mean error", float(np.abs(error).mean()), "fraction", note=note))
         table.append(row(f"{system}: 90 % interval holds", float(covered.mean()), "fraction"))
     if errors:
         off, covered = np.abs(np.concatenate(errors)), np.concatenate(inside)
@@ -85,7 +80,7 @@ def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, 
     if count:
         own = rows_of([*known, *(runs[i] for i in chosen)])
         found = fitting.fit(own, prior, start=start.values)
-    error, covered = _errors(rows.select(rest), found)
+    error, covered = interval.errors(rows.select(rest), found)
     basis = f"{len(known)} published rows of this machine" if known else "average of published machines"
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
@@ -97,13 +92,3 @@ def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
     """Returns whether both ran on one machine; a nameless one (`A100 cluster`) is known by its source as well."""
     same_system = published_run.system == run.system
     return same_system and (run.system in published.SYSTEMS or published_run.stack == run.stack)
-
-
-def _errors(rows: Rows, found: fitting.Fit) -> tuple[Array, Array]:
-    centre, deviation = interval.spread(rows.layouts, rows.hardware, found.values, found.covariance)
-    off = centre - np.log(rows.seconds)
-    return np.expm1(off), np.abs(off) <= interval.QUANTILE * deviation
-
-
-def _mean(error: Array) -> float:
-    return float(np.mean(np.abs(error)))
