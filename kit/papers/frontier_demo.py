@@ -4,7 +4,6 @@ A process is a core: degrees 1 and 2 are compared by throughput per core, as the
 processes share caches and memory, so a process alone is a little better off, whatever the degree.
 """
 
-import json
 import math
 import time
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import write_atomic
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
-from kit.papers.layers import WARM_UP, Runs, note_load, opened, scale_of, tokens_per_s_and_device
+from kit.papers.layers import WARM_UP, Runs, kept, note_load, opened, scale_of, tokens_per_s_and_device
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -80,9 +78,10 @@ def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
 
     The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each repetition.
     """
-    file = Path(directory) / ATTENTION
-    if file.exists():
-        return json.loads(file.read_text())
+    return kept(Path(directory) / ATTENTION, _timed_attention)
+
+
+def _timed_attention() -> list[dict[str, Any]]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -102,8 +101,6 @@ def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
                 rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
     finally:
         torch.set_num_threads(threads)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, json.dumps(rows) + "\n")
     return rows
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from kit.papers.frontier_model import (
     throughput_layer,
 )
 from kit.papers.frontier_scaling import recipe_plan
-from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, measured, table
+from kit.papers.layers import WARM_UP, Layer, Runs, demo_source, folders_with, on_clusters
 from kit.papers.layers import hfu_percent as run_hfu_percent
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
@@ -61,11 +60,10 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     stated = facts()["throughput_tflops"]
     rates = [fact.replace(x=str(place)) for fact, place in zip(stated, fused.x, strict=True)]
     peak = float(calibration().hardware.peak_flops_per_s) / 1e12
-    own = measured(
+    own = on_clusters(
         runs, x=lambda run: layer_intensity(run.spec, run.plan), y=lambda run: peak / 100 * run_hfu_percent(run)
     )
-    layers = [Layer.published(rates, label="paper (fused)"), fused, written,
-              *(layer for layer in own if layer.scale == "cluster")]  # fmt: skip
+    layers = [Layer.published(rates, label="paper (fused)"), fused, written, *own]
     with new_figure(height=5.2) as (figure, axis):
         ridge = _draw_roof(axis)
         draw(axis, layers)
@@ -78,34 +76,29 @@ def roofline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                  ylabel="TFLOP/s of a GCD", title="Roofline of half an MI250X")  # fmt: skip
         plain_ticks(axis)
         axis.legend(loc="lower right")
-        finish(
+        return finish(
             figure, layers,
             "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
             f"All stand right of the ridge ({ridge:.0f} FLOP per byte): computation binds them.",
             "That the paper says so too is remembered only.",
             notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
         )  # fmt: skip
-    return figure, table(layers)
 
 
 def _under_roof(label: str, code: int) -> Layer:
     """Returns the three recipes as (intensity, modelled TFLOP/s with recomputation)."""
     unit = float(calibration().hardware.peak_flops_per_s) / 1e14  # of one per cent, in TFLOP/s
-    x, parts = [], []
-    for name, preset in MODELS.items():
-        spec, plan = ModelSpec.preset(preset), recipe_plan(name)
-        x.append(layer_intensity(spec, plan, flash_attention=code > 0))
-        parts.append(throughput_layer(label, [0], spec, layouts_of(spec, [plan], flash_attention=code)))
-    ends = [unit * np.concatenate([getattr(part, end) for part in parts]) for end in ("y", "low", "high")]
-    return Layer.modelled(label, x, *ends, error=model_error(), names=list(MODELS))
+    recipes = [(ModelSpec.preset(preset), recipe_plan(name)) for name, preset in MODELS.items()]
+    x = [layer_intensity(spec, plan, flash_attention=code > 0) for spec, plan in recipes]
+    cases = [(spec, layouts_of(spec, [plan], flash_attention=code)) for spec, plan in recipes]
+    return throughput_layer(label, x, cases, names=list(MODELS)).times(unit)
 
 
 def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput with fused and with written-out attention against sequence length, and the table."""
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     layers = [_by_length(label, code) for label, code in kernels.items()]
-    own = measured(runs, x=lambda run: float(run.spec.sequence_length), y=run_hfu_percent)
-    layers += [layer for layer in own if layer.scale == "cluster"]
+    layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
     demo, gains = _timed_attention(runs), flash_gains()
     with new_figure(2 if demo else 1, height=6.4 if demo else 4, squeeze=False) as (figure, axes):
         draw(axes[0, 0], layers)
@@ -117,14 +110,14 @@ def flash_attention_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             plain_ticks(axes[1, 0])
             _length_axis(axes[1, 0], [int(x) for x in demo[0].x])
         told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
-        finish(
+        _, rows = finish(
             figure, [*layers, *demo],
             "Throughput of 175B by sequence length, attention fused and written out.",
             f"Gain of fusing at 2,048 tokens, modelled: {told}.",
             "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
             notes=_flash_notes(gains),
         )  # fmt: skip
-    return figure, [*gains, *table(layers), *table(demo)]
+    return figure, [*gains, *rows]
 
 
 def _flash_notes(gains: Rows) -> list[str]:
@@ -137,11 +130,11 @@ def _flash_notes(gains: Rows) -> list[str]:
 
 def _timed_attention(runs: Runs) -> list[Layer]:
     """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a layer per kernel."""
-    folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / ATTENTION).exists()]
+    folders = folders_with(runs, ATTENTION)[:1]
     if not folders:
         return []
     rows, layers = json.loads((folders[0] / ATTENTION).read_text()), []
-    source = f"{demo_source(folders[:1])}: attention of 4 heads of 64, forward and backward"
+    source = f"{demo_source(folders)}: attention of 4 heads of 64, forward and backward"
     for kernel in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == kernel]
         low, middle, high = 1e3 * np.quantile([row["seconds"][WARM_UP:] for row in own], (0.25, 0.5, 0.75), axis=1)
@@ -174,13 +167,12 @@ def flash_gains() -> Rows:
 
 def _by_length(label: str, code: int) -> Layer:
     """Returns modelled HFU of 175B at each sequence length, with the tokens of a step kept."""
-    parts = []
+    cases = []
     for length in LENGTHS:
         spec = ModelSpec.preset(MODELS["175B"]).replace(sequence_length=length)
         plan = recipe_plan("175B", global_batch_size=TOKENS_PER_STEP // length)
-        parts.append(throughput_layer(label, [length], spec, layouts_of(spec, [plan], flash_attention=code)))
-    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y", "low", "high")]
-    return Layer.modelled(label, *columns, error=model_error())
+        cases.append((spec, layouts_of(spec, [plan], flash_attention=code)))
+    return throughput_layer(label, LENGTHS, cases)
 
 
 def _draw_roof(axis: Any) -> float:

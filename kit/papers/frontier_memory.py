@@ -11,9 +11,8 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
-from kit.papers.layers import Layer, Runs, measured, table
+from kit.papers.layers import Layer, Runs, on_clusters, table
 from kit.papers.panels import draw, finish
-from kit.run import Run
 from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
 
@@ -36,14 +35,14 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     conventions = {f"paper's parts, {parts:.0f} B": parts, "paper's text, 24 B": 24.0,
                    "with fp32 gradients, 18 B": 18.0}  # fmt: skip
     error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
-    models = [
-        Layer.modelled(label, sizes, size * sizes / TB, math.nan, math.nan, error=error)
-        for label, size in conventions.items()
-    ]
+    models = [Layer.modelled(label, sizes, size * sizes / TB, error=error) for label, size in conventions.items()]
     quoted = [*known["minimum_memory_tb"], *known["minimum_memory_tb_v2"]]
     quoted = [fact.replace(x=str(specs["1T"].num_params)) for fact in quoted]
     published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
-    own = [layer for layer in measured(runs, x=_num_params, y=_total_tb) if layer.scale == "cluster"]
+    own = on_clusters(
+        runs, x=lambda run: run.spec.num_params,
+        y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
+    )  # fmt: skip
     layers = [published, *models, *own]
     with new_figure(height=4.4) as (figure, axis):
         draw(axis, layers)
@@ -70,25 +69,22 @@ def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the logs; its table."""
     static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
-    own = measured(runs, x=lambda run: float(run.plan.data_parallel), y=_memory_gib)
-    lumi += [layer for layer in own if layer.scale == "cluster"]
+    lumi += on_clusters(runs, x=lambda run: run.plan.data_parallel, y=lambda run: run.metrics()["memory_bytes"] / GIB)
     with new_figure("ab;cc", height=5.9) as (figure, axes):
         titles = ("(a) 175B, between steps", "(b) 175B, more at the peak", "(c) LUMI 176B, last stage, between steps")
         for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
             draw(axis, layers)
-            axis.set_title(title)
-            axis.set_ylim(0, 1.7 * max(float(layer.y.max()) for layer in layers))
+            axis.set(title=title, ylim=(0, 1.7 * max(float(layer.y.max()) for layer in layers)))
             axis.legend(loc="upper right")
-        axes[0].set_ylabel("GiB on a GCD")
-        axes[2].set_ylabel("GiB on a GCD")
         for axis in axes[:2]:
             axis.set(xlabel="pipeline stage", xticks=range(0, 16, 3))
-        axes[2].set(xlabel="replicas", xscale="log")
+        axes[0].set_ylabel("GiB on a GCD")
+        axes[2].set(xlabel="replicas", xscale="log", ylabel="GiB on a GCD")
         axes[2].set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
         axes[2].minorticks_off()
-        finish(figure, [*static, *dynamic, *lumi], *_stage_caption(static, dynamic),
-               notes=[_stage_note(static, dynamic, lumi)])  # fmt: skip
-    return figure, [*table(static, panel="a"), *table(dynamic, panel="b"), *table(lumi, panel="c")]
+        panels = {"a": static, "b": dynamic, "c": lumi}
+        notes = [_stage_note(static, dynamic, lumi)]
+        return finish(figure, panels, *_stage_caption(static, dynamic), notes=notes)
 
 
 def frontier_stages() -> StageMemory:
@@ -133,7 +129,7 @@ def _against(log: Layer, label: str, y: Any) -> Layer:
     """Returns a modelled line without an interval, whose error is that on the log beside it."""
     y = np.broadcast_to(y, log.y.shape)
     error = f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
-    return Layer.modelled(label, log.x, y, math.nan, math.nan, error=error)
+    return Layer.modelled(label, log.x, y, error=error)
 
 
 def _stage_caption(static: list[Layer], dynamic: list[Layer]) -> tuple[str, str, str]:
@@ -153,15 +149,3 @@ def _stage_note(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) ->
         f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB more of the engine's buffers; `and reserve` is what "
         f"the planner adds. (c): bf16 Adam with ZeRO 1, {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
     )
-
-
-def _num_params(run: Run) -> float:
-    return float(run.spec.num_params)
-
-
-def _total_tb(run: Run) -> np.ndarray:
-    return run.metrics()["memory_bytes"] * run.plan.num_devices / TB
-
-
-def _memory_gib(run: Run) -> np.ndarray:
-    return run.metrics()["memory_bytes"] / GIB

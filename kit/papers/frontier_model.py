@@ -95,14 +95,19 @@ def hfu_percent(spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasi
     return 100 * flops * tokens / (np.asarray(seconds) * layouts.num_devices * peak)
 
 
+Cases = Sequence[tuple[ModelSpec, Layouts]]
+
+
 def throughput_layer(
-    label: str, x: Sequence[float], spec: ModelSpec, layouts: Layouts, *, basis: FlopBasis | None = None,
-    names: Sequence[str] = (),
-) -> Layer:  # fmt: skip
-    """Returns the modelled per cent of peak of one model's layouts, with the interval."""
-    found = calibration().predict(layouts)
-    middle, high, low = (hfu_percent(spec, layouts, each, basis) for each in (found.total_s, found.low_s, found.high_s))
-    return Layer.modelled(label, x, middle, low, high, error=model_error(), names=names)
+    label: str, x: Sequence[float], cases: Cases, *, basis: FlopBasis | None = None, names: Sequence[str] = ()
+) -> Layer:
+    """Returns the modelled per cent of peak of models' layouts, one after the other, with the interval."""
+    columns = []
+    for spec, layouts in cases:
+        found = calibration().predict(layouts)
+        seconds = np.stack([found.total_s, found.high_s, found.low_s])
+        columns.append(hfu_percent(spec, layouts, seconds, basis))
+    return Layer.modelled(label, x, *np.concatenate(columns, axis=1), error=model_error(), names=names)
 
 
 def step_draws(layouts: Layouts) -> Array:

@@ -25,7 +25,9 @@ def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
          "expected": relation.expected.split(": ")[1], "verdict": relation.verdict}
         for relation in relations
     ]  # fmt: skip
-    layers = [_error_only()] + measured(runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs")
+    layers = [Layer.modelled("22B", error=model_error())] + measured(
+        runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs"
+    )
     drawn = paper_table(
         shown, layers,
         "The paper's four observations, in our words, checked on the model and on runs here.",
@@ -90,8 +92,3 @@ def _relation(claim: str, layer: Any, value: tuple[float, float, float], what: s
 
 def _show(relation: Relation) -> str:
     return f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})"
-
-
-def _error_only() -> Layer:
-    """Returns a layer without points, for the sources of a table."""
-    return Layer.modelled("22B", [], [], [], [], error=model_error())

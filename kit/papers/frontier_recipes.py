@@ -11,7 +11,7 @@ from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import MODELS, calibration, compared, facts, layouts_of, model_error, throughput_layer
 from kit.papers.frontier_scaling import STRONG_BATCH, recipe_plan
-from kit.papers.layers import Layer, Runs, hfu_percent, measured, opened, scale_of, table
+from kit.papers.layers import Layer, Runs, hfu_percent, on_clusters, opened, scale_of
 from kit.papers.panels import draw, finish, paper_table
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -35,14 +35,13 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """
     known = facts()
     columns = {model: _recipe(model) for model in MODELS}
-    own = [layer for layer in measured(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)
-           if layer.scale == "cluster"]  # fmt: skip
+    own = on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)
     columns |= _own_recipes(runs)
     names = list(columns["22B"])
     rows: Rows = [{"": name} | {model: column.get(name, "") for model, column in columns.items()} for name in names]
     published = Layer.published(known["throughput_percent"], label="throughput")
     script = Layer.published(known["recipe_pipeline_parallel"], label="layouts")
-    layers = [published, script, Layer.modelled("recipes", [], [], [], [], error=model_error()), *own]
+    layers = [published, script, Layer.modelled("recipes", error=model_error()), *own]
     drawn = paper_table(
         rows, layers,
         "Layouts of the authors' launch scripts, and what the model says of them.",
@@ -56,18 +55,12 @@ def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns days and device-hours of 1T parameters on 20T tokens against the number of GCDs, and the table."""
     days = days_layer()
-    hours = Layer.modelled(days.label, days.x, *(e * days.x * 24 / 1e6 for e in (days.y, days.low, days.high)),
-                           error=model_error())  # fmt: skip
-    published = _published_days()
-    spent = Layer.published(
-        [published[0].replace(value=str(published[0].number * 3072 * 24 / 1e6), unit="million GCD-hours")],
-        label="from the paper's rate",
-    )
-    left = [Layer.published(published, label="from the paper's rate"), days]
-    own = measured(runs, x=lambda run: float(run.plan.num_devices), y=_days_of_run)
-    left += [layer for layer in own if layer.scale == "cluster"]
+    published = Layer.published(_published_days(), label="from the paper's rate")
+    spent, hours = (layer.times(layer.x * 24 / 1e6) for layer in (published, days))
+    own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_days_of_run)
+    panels = {"days": [published, days, *own], "million GCD-hours": [spent, hours]}
     with new_figure(1, 2, height=4.2) as (figure, axes):
-        for axis, layers in zip(axes, (left, [spent, hours]), strict=True):
+        for axis, layers in zip(axes, panels.values(), strict=True):
             draw(axis, layers)
             axis.set(xscale="log", xlabel="GCDs")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
@@ -77,14 +70,13 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         for axis in axes:
             axis.set_xticks([512, 3072, 24576], ["512", "3,072", "24,576"])
             axis.minorticks_off()
-        finish(
-            figure, [*left, spent, hours],
+        return finish(
+            figure, panels,
             f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
             _on_the_paper_s(days),
-            " ".join(filter(None, compared(left[0], days))),
+            " ".join(filter(None, compared(published, days))),
             notes=cost_notes(days),
         )  # fmt: skip
-    return figure, [*table(left, panel="days"), *table([spent, hours], panel="million GCD-hours")]
 
 
 def days_layer() -> Layer:
@@ -124,7 +116,7 @@ def cost_notes(days: Layer) -> list[str]:
 def _published_days() -> list[Any]:
     """Returns days on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count recomputation."""
     spec = ModelSpec.preset(MODELS["1T"])
-    rate = next(fact for fact in facts()["throughput_tflops"] if fact.x == "1T")
+    rate = facts().only("throughput_tflops", "1T")
     tokens_per_s = rate.number * 1e12 * 3072 / spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     return [rate.replace(x="3072", value=str(TOKENS / tokens_per_s / DAY), unit="days")]
 
@@ -143,7 +135,7 @@ def _recipe(model: str) -> dict[str, str]:
     size = Site.load("frontier").device.memory_bytes
     assert size
     m, p = plan.num_microbatches, plan.pipeline_parallel
-    rate = throughput_layer("", [0], spec, layouts)
+    rate = throughput_layer("", [0], [(spec, layouts)])
     word = {fact.series: fact.value for fact in known.facts if fact.x == model}
     stated = (
         *(word[f"recipe_{name}"] for name in ("tensor_parallel", "pipeline_parallel", "micro_batch_size")),
@@ -166,17 +158,8 @@ def _own_recipes(runs: Runs) -> dict[str, dict[str, str]]:
     for run in opened(runs):
         if scale_of(run) == "cluster":
             plan, hfu = run.plan, np.nanmedian(hfu_percent(run))
-            values = (
-                plan.tensor_parallel,
-                plan.pipeline_parallel,
-                plan.micro_batch_size,
-                plan.global_batch_size,
-                plan.num_devices,
-                plan.zero_stage,
-                plan.precision,
-                "",
-                plan.recompute,
-                f"{hfu:.1f} (measured)",
-            )
+            layout = (plan.tensor_parallel, plan.pipeline_parallel, plan.micro_batch_size, plan.global_batch_size)
+            devices = (plan.num_devices, plan.zero_stage, plan.precision)
+            values = (*layout, *devices, "", plan.recompute, f"{hfu:.1f} (measured)")
             columns[run.name] = dict(zip(PUBLISHED, map(str, values), strict=True))
     return columns

@@ -19,7 +19,7 @@ from kit.papers.frontier_model import (
     step_draws,
     throughput_layer,
 )
-from kit.papers.layers import Layer, Runs, hfu_percent, measured, scale_of, table, tokens_per_s_and_device
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, on_clusters, scale_of, tokens_per_s_and_device
 from kit.papers.panels import draw, finish, pairs
 from kit.plan import Plan
 from kit.run import Run
@@ -53,14 +53,13 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     published = [Layer.published(known["throughput_percent"], label="paper's headline"),
                  Layer.published(known["throughput_mfu_percent"], label="paper, as MFU (derived)")]  # fmt: skip
     modelled = [_by_size("HFU", FlopBasis.MEGATRON_RECOMPUTE), _by_size("MFU", FlopBasis.MODEL)]
-    own = [layer for layer in measured(runs, x=_size_place, y=hfu_percent) if layer.scale == "cluster"]
-    layers = [*published, *modelled, *own]
+    layers = [*published, *modelled, *on_clusters(runs, x=_size_place, y=hfu_percent)]
     with new_figure(height=4.6) as (figure, axis):
         draw(axis, layers)
         axis.set_xticks(range(len(MODELS)), list(MODELS))
         axis.set(xlim=(-0.4, 2.6), ylim=(0, 50), title="% of the peak of a GCD (191.5 TFLOP/s)")
         axis.legend(ncols=2, loc="lower left")
-        finish(
+        return finish(
             figure,
             layers,
             "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
@@ -70,7 +69,6 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 "Layouts and batches of the authors' launch scripts. Your runs: HFU.",
             ],
         )
-    return figure, table(layers)
 
 
 def weak_scaling_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -137,12 +135,9 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 
 def _by_size(label: str, basis: FlopBasis) -> Layer:
-    parts = []
-    for model, preset in MODELS.items():
-        spec = ModelSpec.preset(preset)
-        parts.append(throughput_layer(label, [0], spec, layouts_of(spec, [recipe_plan(model)]), basis=basis))
-    y, low, high = (np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "low", "high"))
-    return Layer.modelled(label, np.arange(3.0), y, low, high, error=model_error(), names=list(MODELS))
+    specs = {model: ModelSpec.preset(preset) for model, preset in MODELS.items()}
+    cases = [(spec, layouts_of(spec, [recipe_plan(model)])) for model, spec in specs.items()]
+    return throughput_layer(label, range(3), cases, basis=basis, names=list(MODELS))
 
 
 def _size_place(run: Run) -> float:
@@ -169,9 +164,8 @@ def _scaling(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> tuple[Any, R
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
             draw(axis, layers)
             _label(axis, name, kind, layers, published)
-        everything = [layer for layers in panels.values() for layer in layers]
-        finish(figure, everything, *_scaling_caption(kind, published, lines), notes=_scaling_notes(kind, published))
-    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+        caption, notes = _scaling_caption(kind, published, lines), _scaling_notes(kind, published)
+        return finish(figure, panels, *caption, notes=notes)
 
 
 def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str, list[Layer]]:
@@ -185,13 +179,9 @@ def _own_panels(runs: Runs, kind: str, demo_fields: dict[str, Any]) -> dict[str,
     panels: dict[str, list[Layer]] = {}
     for (scale, _, batch), group in groups.items():
         label = f"{group[0].spec.num_params / 1e9:.3g}B, batch {batch:,.0f}" + (" a replica" if kind == "weak" else "")
-        found = measured(group, x=_num_devices, y=tokens_per_s_and_device, line=True, label=label)
+        found = measured(group, x=lambda run: run.plan.num_devices, y=tokens_per_s_and_device, line=True, label=label)
         panels.setdefault(scale, []).extend(layer for layer in found if len(set(layer.x)) > 1)
     return {scale: layers for scale, layers in panels.items() if layers}
-
-
-def _num_devices(run: Run) -> float:
-    return float(run.plan.num_devices)
 
 
 def _label(axis: Any, name: str, kind: str, layers: list[Layer], published: Layer) -> None:

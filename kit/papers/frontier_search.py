@@ -18,7 +18,7 @@ from kit.estimate.tuning.sensitivity import sensitivity
 from kit.estimate.tuning.tune import Trials, tune
 from kit.papers.frontier_demo import SEARCH
 from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
-from kit.papers.layers import Layer, Runs, demo_source, table
+from kit.papers.layers import Layer, Runs, demo_source, folders_with
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, VERMILION
@@ -61,10 +61,8 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             _draw(axis, below, layers, trials)
             mark_demo_scale(axis)
             axis.set(title="here, real runs: tokens/s")
-        everything = [layer for layers in (*panels.values(), *demo) for layer in layers]
-        finish(figure, everything, *_search_caption(), notes=_search_notes())
-    rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
-    return figure, [*rows, *(row for layers in demo for row in table(layers, panel="demo scale"))]
+        panels["demo scale"] = [layer for layers in demo for layer in layers]
+        return finish(figure, panels, *_search_caption(), notes=_search_notes())
 
 
 def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -85,21 +83,18 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             axis.grid(visible=False)
             if layer.scale == "demo":
                 mark_demo_scale(axis)
-        everything = [layer for layers in panels.values() for layer in layers]
-        finish(
+        return finish(
             figure,
-            everything,
+            panels,
             "How much each parameter mattered: mean size of its Shapley value.",
             misses="The paper's own ranking is remembered only, so it is not drawn.",
             notes=["Shapley values are exact, over the trials; a failed trial counts as the worst that succeeded."],
         )
-    return figure, [row for title, layers in panels.items() for row in table(layers, panel=title)]
 
 
 def demo_searches(runs: Runs) -> dict[Path, Trials]:
     """Returns the searches with real runs that lie in the given folders, by folder."""
-    folders = [Path(run) for run in runs if isinstance(run, str | Path)]
-    return {folder: Trials.read(folder / SEARCH) for folder in folders if (folder / SEARCH).exists()}
+    return {folder: Trials.read(folder / SEARCH) for folder in folders_with(runs, SEARCH)}
 
 
 def objective(name: str) -> EstimatedRate:
@@ -125,7 +120,7 @@ def _unit(name: str) -> float:
 def _trial_layer(name: str) -> Layer:
     trials = _search(name)[0]
     x, y = np.arange(1.0, len(trials.trials) + 1), _unit(name) * trials.values
-    return Layer.modelled("trial", x, y, np.nan, np.nan, error=model_error())
+    return Layer.modelled("trial", x, y, error=model_error())
 
 
 def _best_layer(name: str) -> Layer:
@@ -162,18 +157,16 @@ def _demo_importance(trials: Trials, folder: Path) -> Layer:
 def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float, source: str) -> Layer:
     shown = {name: unit * size for name, size in importance.items() if size > 1e-9}
     x, y = np.arange(float(len(shown))), np.array(list(shown.values()))
-    empty = np.full(len(shown), np.nan)
-    return Layer(kind=kind, label=label, x=x, y=y, low=empty, high=empty, source=source,
-                 scale="paper" if kind == "modelled" else "demo", names=tuple(shown))  # fmt: skip
+    scale = "paper" if kind == "modelled" else "demo"
+    return Layer(kind=kind, label=label, x=x, y=y, source=source, scale=scale, names=tuple(shown))
 
 
 def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:
-    x, empty = np.arange(1.0, len(trials.trials) + 1), np.full(len(trials.trials), np.nan)
+    x, source = np.arange(1.0, len(trials.trials) + 1), demo_source([folder])
     return [
-        Layer(kind="measured", label=label, x=x, y=y, low=empty, high=empty, source=demo_source([folder]),
-              scale="demo", runs=(folder.name,))
+        Layer(kind="measured", label=label, x=x, y=y, source=source, scale="demo", runs=(folder.name,))
         for label, y in (("trial", trials.values), ("best so far", trials.best_so_far))
-    ]  # fmt: skip
+    ]
 
 
 def _draw(axis: Any, below: Any, layers: Sequence[Layer], trials: Trials) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 
 from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_model import layouts_of, paper_plan, throughput_layer
-from kit.papers.layers import Layer, Runs, measured, table, tokens_per_s_and_device
-from kit.papers.layers import hfu_percent as run_hfu_percent
+from kit.papers.layers import Layer, Runs, hfu_percent, measured, on_clusters, tokens_per_s_and_device
 from kit.papers.panels import draw, finish
 from kit.plan import Plan
 from kit.show.style import Rows, new_figure
@@ -51,8 +50,8 @@ def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         *_demo(select(runs, **fields, global_batch_size=4), "pipeline_parallel", "batch fixed"),
         *_demo(scaled_demo, "pipeline_parallel", "4 per stage"),
     ]
-    return _draw([*models, *_paper_scale(runs, "pipeline_parallel")], demo, "pipeline_parallel", caption, STAGES,
-                 "At fixed micro-batches per stage it still falls, since one stage has all logits.")  # fmt: skip
+    note = "At fixed micro-batches per stage it still falls, since one stage has all logits."
+    return _draw(models, runs, demo, "pipeline_parallel", caption, STAGES, note)
 
 
 def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -90,15 +89,11 @@ def microbatch_plans() -> list[Plan]:
 
 def _modelled(label: str, x: Sequence[int], plans: Sequence[Plan]) -> Layer:
     spec = ModelSpec.preset(MODEL)
-    return throughput_layer(label, x, spec, layouts_of(spec, plans))
+    return throughput_layer(label, x, [(spec, layouts_of(spec, plans))])
 
 
 def _field(name: str) -> Any:
-    return lambda run: float(getattr(run.plan, name))
-
-
-def _paper_scale(runs: Runs, name: str) -> list[Layer]:
-    return [layer for layer in measured(runs, x=_field(name), y=run_hfu_percent) if layer.scale == "cluster"]
+    return lambda run: getattr(run.plan, name)
 
 
 def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
@@ -110,30 +105,30 @@ def _figure(
     models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, caption: tuple[str, str], ticks: Sequence[int]
 ) -> tuple[Any, Rows]:
     demo = _demo(select(runs, **fields), name, "this machine")
-    return _draw([*models, *_paper_scale(runs, name)], demo, name, caption, ticks)
+    return _draw(models, runs, demo, name, caption, ticks)
 
 
 def _draw(
-    paper: list[Layer], demo: list[Layer], name: str, caption: tuple[str, str], ticks: Sequence[int], *notes: str
-) -> tuple[Any, Rows]:
+    models: list[Layer], runs: Runs, demo: list[Layer], name: str, caption: tuple[str, str], ticks: Sequence[int],
+    *notes: str,
+) -> tuple[Any, Rows]:  # fmt: skip
     """Returns one panel at the paper's scale, and beside it one at demo scale where such runs are given."""
+    paper = [*models, *on_clusters(runs, x=_field(name), y=hfu_percent)]
     widths = [3, 2] if demo else [1]
     with new_figure(1, len(widths), height=4.2, squeeze=False, width_ratios=widths) as (figure, axes):
-        draw(axes[0, 0], paper)
+        left = axes[0, 0]
+        draw(left, paper)
         top = max(float(np.nanmax(layer.high)) for layer in paper)
-        axes[0, 0].set(ylim=(0, 1.08 * top), title="% of peak per GCD (HFU)")
-        _scale_x(axes[0, 0], ticks, name)
-        axes[0, 0].set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
-        axes[0, 0].legend(loc="lower right" if name == "num_microbatches" else "lower left")
+        left.set(ylim=(0, 1.08 * top), title="% of peak per GCD (HFU)")
+        _scale_x(left, ticks, name)
+        left.set_xlim(ticks[0] / 1.3, 1.3 * max(float(layer.x.max()) for layer in paper))
         if demo:
-            draw(axes[0, 1], demo)
-            axes[0, 1].set(title="tokens/s per core")
-            axes[0, 1].set_ylim(0, 1.25 * max(float(layer.high.max()) for layer in demo))
-            _scale_x(axes[0, 1], sorted({int(x) for layer in demo for x in layer.x}), name)
-            axes[0, 1].legend(loc="lower right" if name == "num_microbatches" else "lower left")
+            right = axes[0, 1]
+            draw(right, demo)
+            right.set(title="tokens/s per core", ylim=(0, 1.25 * max(float(layer.high.max()) for layer in demo)))
+            _scale_x(right, sorted({int(x) for layer in demo for x in layer.x}), name)
         notes = ("HFU counts the forward pass that recomputation repeats. Here a process is a core.", *notes)
-        finish(figure, [*paper, *demo], *caption, NOT_PUBLISHED, notes=notes)
-    return figure, [*table(paper, panel="paper's scale"), *table(demo, panel="demo scale")]
+        return finish(figure, {"paper's scale": paper, "demo scale": demo}, *caption, NOT_PUBLISHED, notes=notes)
 
 
 def _scale_x(axis: Any, ticks: Sequence[int], name: str) -> None:
@@ -143,3 +138,4 @@ def _scale_x(axis: Any, ticks: Sequence[int], name: str) -> None:
     axis.minorticks_off()
     axis.set_xlim(ticks[0] / 1.3, ticks[-1] * 1.3)
     axis.set_xlabel(NAMES[name])
+    axis.legend(loc="lower right" if name == "num_microbatches" else "lower left")

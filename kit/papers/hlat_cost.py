@@ -29,7 +29,7 @@ from kit.papers.hlat_model import (
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Fact, Layer, Runs, measured, table
+from kit.papers.layers import Fact, Layer, Runs, on_clusters
 from kit.papers.panels import draw, finish
 from kit.papers.relations import Relation
 from kit.plan import Plan
@@ -51,9 +51,9 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Args:
         runs: those of sites with a price lie in the first panel.
     """
-    own = [layer for layer in measured(runs, x=_nodes, y=cost_percent) if layer.scale == "cluster"]
+    lines = [cost_layer(machine, model) for machine in SHORT for model in MODELS]
     panels = {
-        "cost": [*(cost_layer(machine, model) for machine in SHORT for model in MODELS), *own],
+        "cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)],
         "trn1 over p4d": [_said("cost_ratio"), *(accelerator_ratio(model) for model in MODELS)],
         "70B over 7B": [_said("cost_size_ratio"), _benchmark_ratio(), *(size_ratio(machine) for machine in SHORT)],
     }
@@ -74,8 +74,7 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         axes[0].minorticks_off()
         for axis in axes:
             axis.legend(loc="center" if axis is axes[0] else "lower left", ncols=2 if axis is axes[0] else 1)
-        finish(figure, [layer for layers in panels.values() for layer in layers], *cost_caption(), notes=cost_notes())
-    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
+        return finish(figure, panels, *cost_caption(), notes=cost_notes())
 
 
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -91,8 +90,7 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         Layer.published(rates, label="AWS benchmarks"),
         Layer.modelled("model, fitted to the others", np.arange(float(len(names))), y, low, high,
                        error=trn1_error(), names=names),
-        *(layer for layer in measured(runs, x=lambda run: float(len(names)), y=_rate_per_node)
-          if layer.scale == "cluster"),
+        *on_clusters(runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)),
     ]  # fmt: skip
     with new_figure(height=4.6) as (figure, axis):
         draw(axis, layers)
@@ -100,7 +98,7 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         plain_ticks(axis)
         axis.set_xticks(range(len(names)), [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names])
         axis.legend(loc="upper right")
-        finish(
+        return finish(
             figure,
             layers,
             "AWS's own tables of Trainium, on which the cost figure rests.",
@@ -108,7 +106,6 @@ def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             "MISSED: the same layout differs by a sixth between versions of the SDK.",
             notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
         )
-    return figure, table(layers)
 
 
 def cost_layer(machine: str, model: str) -> Layer:
@@ -227,10 +224,6 @@ def _reference() -> Array:
 
 def _nodes(run: Run) -> float:
     return run.plan.num_devices / run.site.devices_per_node
-
-
-def _rate_per_node(run: Run) -> Array:
-    return run.metrics().tokens_per_s / _nodes(run)
 
 
 def _said(series: str) -> Layer:

@@ -1,15 +1,12 @@
 """HLAT at demo scale: one real run whose checkpoints are scored, a spike and a precision study; kept and used again."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.record import write_atomic
 from cluster.state import JobState
 from kit.data.dataset import Dataset
 from kit.errors import RunError
-from kit.papers.layers import note_load
+from kit.papers.layers import kept, note_load
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -70,7 +67,7 @@ def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, list[dict[
 
         return train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS)
 
-    return _kept(Path(directory) / SPIKES, make)
+    return kept(Path(directory) / SPIKES, make)
 
 
 def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
@@ -82,12 +79,4 @@ def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[di
         dataset = Dataset.open(data)
         return {precision.name: train_in(dataset, PRECISION_RECIPE, precision) for precision in PRECISIONS}
 
-    return _kept(Path(directory) / PRECISION, make)
-
-
-def _kept(file: Path, make: Callable[[], dict[str, list[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        note_load(file.parent)
-        write_atomic(file, json.dumps(make()) + "\n")
-    return json.loads(file.read_text())
+    return kept(Path(directory) / PRECISION, make)

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import eval_reports
@@ -21,7 +19,6 @@ SHORT = {
     "truthfulqa_mc2": "mc2",
 }  # fmt: skip
 """Headings of the paper."""
-EMPTY = np.empty(0)
 
 
 def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -115,7 +112,5 @@ def _table(
 
 def _layer(kind: Any, source: str) -> Layer:
     """Returns a layer of no points: what a table's sources need."""
-    source = {"measured, demo scale": "this machine, demo scale", "measured": "reports given to the figure"}.get(
-        source, source
-    )
-    return Layer(kind=kind, label="table", x=EMPTY, y=EMPTY, low=EMPTY, high=EMPTY, source=source)
+    told = {"measured, demo scale": "this machine, demo scale", "measured": "reports given to the figure"}
+    return Layer(kind=kind, label="table", source=told.get(source, source))

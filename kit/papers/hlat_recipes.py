@@ -1,13 +1,13 @@
 """HLAT: both models, hyperparameters and learning rates from the released code, and the data of the last stage."""
 
+import bisect
 from typing import Any, Literal
 
 import numpy as np
 
-from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_model import MODELS, facts
-from kit.papers.layers import Layer, Runs, opened, scale_of, table
-from kit.papers.panels import draw, finish, pairs, paper_table
+from kit.papers.layers import Layer, Runs, curves, opened, scale_of
+from kit.papers.panels import draw, draw_curves, finish, pairs, paper_table
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -89,13 +89,12 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """
     panels: dict[str, list[Layer]] = {}
     for model in MODELS:
-        ends = [fact.replace(x=str(_tokens(model, step) / 1e9))
-                for fact, step in ((_only("recipe_learning_rate", model), _steps(model, "warmup")),
-                                   (_only("recipe_min_learning_rate", model), floor_step(model)))]  # fmt: skip
+        steps = {"learning_rate": recipe(model, "clamped").warmup_steps, "min_learning_rate": floor_step(model)}
+        ends = [facts().only(f"recipe_{name}", model).replace(x=str(_tokens(model, step) / 1e9))
+                for name, step in steps.items()]  # fmt: skip
         panels[model] = [Layer.published(ends, label="peak and floor, released"),
                          *(schedule_layer(model, kind) for kind in ("clamped", "rescaled"))]  # fmt: skip
-    own = curves(runs, "learning_rate")
-    panels |= {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in own if o.scale == scale])}
+    panels |= curves(runs, "learning_rate")
     mosaic = pairs(len(panels))
     with new_figure(mosaic, height=2.4 * (1 + mosaic.count(";")) + 1.4) as (figure, axes):
         for axis, (name, layers) in zip(axes, panels.items(), strict=True):
@@ -112,15 +111,14 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         end = recipe("7B", "clamped").learning_rate_at(last_step("7B"))
         floor = _tokens("7B", floor_step("7B"))
         other = recipe("7B", "rescaled").learning_rate_at(last_step("7B"))
-        finish(
+        return finish(
             figure,
-            [layer for layers in panels.values() for layer in layers],
+            panels,
             "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
             f"Clamped, as released, it meets its floor at {floor / 1e12:.2f} trillion tokens.",
             f"At the end 7B has {end:.2g}; rescaled, as others do, it would have {other:.3g}.",
             notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last_step('7B'):,} steps."],
         )
-    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
 
 
 def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -144,7 +142,7 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         axis.set(xlim=(0, 1.3 * layer.y.max()), ylim=(len(layer.y) - 0.6, -0.8), title="Table III: billion tokens")
         axis.set(xticks=(0, 50, 100), yticks=())
         axis.grid(visible=False)
-        finish(
+        _, rows = finish(
             figure,
             [layer],
             f"Data of the 70B from {begin:,g} billion tokens on, read {stage / whole:.2f} times.",
@@ -154,8 +152,7 @@ def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 f"{whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over them."
             ],
         )
-    rows = [row | {"share": share.number, "of": share.note} for row, share in zip(table([layer]), shares, strict=True)]
-    return figure, rows
+    return figure, [row | {"share": s.number, "of": s.note} for row, s in zip(rows, shares, strict=True)]
 
 
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
@@ -164,10 +161,8 @@ def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
     names = ("learning_rate", "min_learning_rate", "beta1", "beta2", "eps", "weight_decay", "gradient_clip")
     numbers = {name: known.value(f"recipe_{name}", model) for name in names}
     steps = {name: int(known.value(f"recipe_{name}", model)) for name in ("warmup_steps", "decay_steps", "seed")}
-    chosen = Recipe(
-        data="", num_steps=last_step(model), learning_rate=numbers["learning_rate"], cosine_floor=cosine_floor
-    )
-    return chosen.replace(**numbers, **steps)
+    fixed = {"data": "", "num_steps": last_step(model), "cosine_floor": cosine_floor}
+    return Recipe.from_dict({**fixed, **numbers, **steps})
 
 
 def last_step(model: str) -> int:
@@ -179,14 +174,8 @@ def floor_step(model: str) -> int:
     """Returns the first step at which the clamped schedule is at its floor."""
     clamped = recipe(model, "clamped")
     steps = range(clamped.warmup_steps, clamped.decay_steps or 0)
-    low, high = 0, len(steps)
-    while low < high:
-        middle = (low + high) // 2
-        if clamped.learning_rate_at(steps[middle]) > clamped.min_learning_rate:
-            low = middle + 1
-        else:
-            high = middle
-    return steps[low]
+    falling = bisect.bisect_left(steps, -clamped.min_learning_rate, key=lambda step: -clamped.learning_rate_at(step))
+    return steps[falling]
 
 
 def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
@@ -195,7 +184,7 @@ def schedule_layer(model: str, kind: Literal["clamped", "rescaled"]) -> Layer:
     steps = np.unique(np.linspace(1, schedule.decay_steps or 1, STEPS_SHOWN).astype(int))
     steps = np.unique(np.concatenate([steps, [schedule.warmup_steps, floor_step(model)]]))
     rates = [schedule.learning_rate_at(int(step)) for step in steps]
-    return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, np.nan, np.nan, error=EXACT)
+    return Layer.modelled(kind, _tokens(model, steps) / 1e9, rates, error=EXACT)
 
 
 def _tokens(model: str, steps: Any) -> Any:
@@ -203,16 +192,8 @@ def _tokens(model: str, steps: Any) -> Any:
     return steps * known.value("recipe_global_batch_size", model) * known.value("model_sequence_length", model)
 
 
-def _steps(model: str, name: str) -> int:
-    return int(facts().value(f"recipe_{name}_steps", model))
-
-
-def _only(series: str, x: str) -> Any:
-    return next(fact for fact in facts()[series] if fact.x == x)
-
-
 def _fact(series: str, x: str) -> str:
-    value = _only(series, x).value
+    value = facts().only(series, x).value
     return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
 
 

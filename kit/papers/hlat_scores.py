@@ -9,7 +9,7 @@ from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import published_table
 from kit.monitor.scores import ScoreCurve, eval_curve
 from kit.papers.hlat_model import facts
-from kit.papers.layers import Fact, Layer, Runs, demo_source, opened, scale_of, table
+from kit.papers.layers import Fact, Layer, Runs, opened, scale_of, source_of
 from kit.papers.panels import draw, finish, pairs
 from kit.run import Run
 from kit.show.style import Rows, new_figure
@@ -62,10 +62,9 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
         unit: tokens that count as 1 on the axis.
     """
     columns = {(task.task, task.shots): (task.column or "").split("_pass")[0] for task in SUITES["hlat"].tasks}
-    source = demo_source([run.directory.parent]) if scale_of(run) == "demo" else "run directories given to the figure"
     found: dict[str, list[Layer]] = {}
     for curve in eval_curve(run):
-        layer = _curve_layer(curve, f"{run.name}: {curve.name}", source, unit, scale_of(run))
+        layer = _curve_layer(curve, f"{run.name}: {curve.name}", source_of([run]), unit, scale_of(run))
         panel = columns.get((curve.task, curve.num_fewshot), "")
         if scale_of(run) == "demo" or panel not in PANELS:
             panel = f"{curve.name}, {curve.metric.replace('_', ' ')}"
@@ -75,12 +74,12 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
 
 def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale: Any) -> Layer:
     percent = 1.0 if curve.metric == "bits_per_byte" else 100.0
-    y = percent * curve.score
-    low, high = (np.where(np.isnan(end), y, percent * end) for end in (curve.low, curve.high))
+    low, high = (np.where(np.isnan(end), curve.score, end) for end in (curve.low, curve.high))
     if curve.partial.any():
         source += "; a part of the items"
-    return Layer(kind="measured", label=label, x=curve.tokens / unit, y=y, low=low, high=high,
-                 source=source, scale=scale, joined=True, runs=(label.split(": ")[0],))  # fmt: skip
+    points = Layer(kind="measured", label=label, x=curve.tokens / unit, y=curve.score, low=low, high=high,
+                   source=source, scale=scale, joined=True, runs=(label.split(": ")[0],))  # fmt: skip
+    return points.times(percent)
 
 
 def _point(column: str, tokens: float, value: float, source: str) -> Fact:
@@ -109,17 +108,14 @@ def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
                 axis.axhline(chances[name], color=GREY, linewidth=1, linestyle=":")
             if len(layers) > 1:
                 axis.legend(loc="best")
-        everything = [layer for layers in (*panels.values(), *demo.values()) for layer in layers]
-        finish(
+        return finish(
             figure,
-            everything,
+            panels | {f"here: {name}": layers for name, layers in demo.items()},
             f"Scores of the {model}: its last checkpoints" + (", and those of runs by tokens." if curves else "."),
             IN_WORDS[model],
             "The points of the paper's curves could not be read.",
             notes=_notes(model, bool(demo)),
         )
-    rows = [row for name, layers in panels.items() for row in table(layers, panel=name)]
-    return figure, [*rows, *(row for name, layers in demo.items() for row in table(layers, panel=f"here: {name}"))]
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:

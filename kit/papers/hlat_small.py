@@ -1,5 +1,6 @@
 """Small models trained in this process for some hundred steps: what a spike does to them, and what rounding does."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -65,17 +66,17 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class SmallTraining:
-    """One small model in training, with AdamW written out so that it says what is stored in which numbers."""
+    """One small model in training by torch's AdamW in fp32; all that is stored is then rounded to its numbers."""
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: Precision = PRECISIONS[0]) -> None:
         self.recipe, self.precision = recipe, precision
         self.samples = Samples(data.train, SPEC.sequence_length, recipe.seed)
         held_out = Samples(data.validation, SPEC.sequence_length, recipe.seed)
         self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
-        decoder = build_decoder(SPEC, seed=recipe.seed)
-        self.weights = [parameter.detach().to(precision.stored) for parameter in decoder.parameters()]
-        self.moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in self.weights]
-        self.model, self.updates = decoder.to(precision.computed), 0
+        self.stored = build_decoder(SPEC, seed=recipe.seed).to(precision.stored).float()
+        self.model = copy.deepcopy(self.stored).to(precision.computed)
+        betas, decay = (recipe.beta1, recipe.beta2), recipe.weight_decay
+        self.adamw = torch.optim.AdamW(self.stored.parameters(), betas=betas, eps=recipe.eps, weight_decay=decay)
         self.generator = torch.Generator().manual_seed(recipe.seed)
 
     def gradients(self, tokens: Tensor) -> tuple[float, float]:
@@ -84,9 +85,7 @@ class SmallTraining:
         Args:
             tokens: [BATCH, T + 1].
         """
-        with torch.no_grad():
-            for parameter, weight in zip(self.model.parameters(), self.weights, strict=True):
-                parameter.copy_(weight)
+        self.model.load_state_dict(self.stored.state_dict())
         self.model.zero_grad()
         loss = self._loss(tokens)
         loss.backward()
@@ -95,27 +94,24 @@ class SmallTraining:
 
     @torch.no_grad()
     def update(self, learning_rate: float) -> None:
-        """Applies the gradients: AdamW in fp32 on what is stored, rounded again where that is bf16."""
-        recipe, self.updates = self.recipe, self.updates + 1
-        for parameter, weight, (first, second) in zip(self.model.parameters(), self.weights, self.moments, strict=True):
+        """Applies the gradients."""
+        for parameter, weight in zip(self.model.parameters(), self.stored.parameters(), strict=True):
             assert parameter.grad is not None
-            gradient = parameter.grad.float()
-            mean = torch.lerp(gradient, first.float(), recipe.beta1)
-            square = torch.lerp(gradient**2, second.float(), recipe.beta2)
-            root = (square / (1 - recipe.beta2**self.updates)).sqrt() + recipe.eps
-            step = mean / (1 - recipe.beta1**self.updates) / root
-            new = weight.float() * (1 - learning_rate * recipe.weight_decay) - learning_rate * step
-            for stored, value in ((first, mean), (second, square), (weight, new)):
-                stored.copy_(self._round(value))
+            weight.grad = parameter.grad.float()
+        self.adamw.param_groups[0]["lr"] = learning_rate
+        self.adamw.step()
+        for weight, moments in self.adamw.state.items():
+            for number in (moments["exp_avg"], moments["exp_avg_sq"], weight):
+                number.copy_(self._rounded(number))
 
-    def _round(self, value: Tensor) -> Tensor:
-        return round_stochastically(value, self.generator) if self.precision.stochastic else value
+    def _rounded(self, number: Tensor) -> Tensor:
+        stochastic = self.precision.stochastic
+        return round_stochastically(number, self.generator) if stochastic else number.to(self.precision.stored)
 
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Returns the loss on held-out text with the weights as stored, nats per token."""
-        for parameter, weight in zip(self.model.parameters(), self.weights, strict=True):
-            parameter.copy_(weight)
+        self.model.load_state_dict(self.stored.state_dict())
         return sum(self._loss(part).item() for part in self.held_out.split(16)) * 16 / VALIDATION
 
     def _loss(self, tokens: Tensor) -> Tensor:
@@ -125,18 +121,14 @@ class SmallTraining:
         """Returns one batch of text, [BATCH, T + 1]."""
         return torch.from_numpy(self.samples.batch(number * BATCH, BATCH))
 
-    def save(self) -> tuple[int, list[Tensor]]:
-        """Returns updates done, and copies of all that is stored."""
-        return self.updates, [tensor.clone() for tensor in self._stored()]
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns copies of all that is stored."""
+        return copy.deepcopy((self.stored.state_dict(), self.adamw.state_dict()))
 
-    def restore(self, saved: tuple[int, list[Tensor]]) -> None:
+    def restore(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
         """Takes back what `save` returned."""
-        self.updates = saved[0]
-        for tensor, old in zip(self._stored(), saved[1], strict=True):
-            tensor.copy_(old)
-
-    def _stored(self) -> list[Tensor]:
-        return [*self.weights, *(moment for pair in self.moments for moment in pair)]
+        self.stored.load_state_dict(saved[0])
+        self.adamw.load_state_dict(copy.deepcopy(saved[1]))  # which would be changed with it
 
 
 def train_with_spike(data: Dataset, recipe: Recipe, answers: Sequence[Answer]) -> dict[str, list[dict[str, Any]]]:
@@ -188,11 +180,5 @@ def _answered(training: SmallTraining, steps: range, answer: Answer, losses: lis
 
 
 def train_in(data: Dataset, recipe: Recipe, precision: Precision) -> list[dict[str, Any]]:
-    """Returns the steps of a run in some precision: step, loss, validation_loss or None."""
-    training, rows = SmallTraining(data, recipe, precision), []
-    for step in range(1, recipe.num_steps + 1):
-        loss, _ = training.gradients(training.batch(step))
-        training.update(recipe.learning_rate_at(step))
-        validation = training.validation_loss() if step % VALIDATE_EVERY == 0 else None
-        rows.append({"step": step, "loss": loss, "validation_loss": validation})
-    return rows
+    """Returns the steps of a run in some precision, rows as of `train_with_spike`."""
+    return _answered(SmallTraining(data, recipe, precision), range(1, recipe.num_steps + 1), "no spike", [])

@@ -1,19 +1,16 @@
 """HLAT, section VI: training loss, what to do about a spike, and in which numbers to train; all of it measured here."""
 
-import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kit.errors import ConfigError
 from kit.monitor.figure import EMA_STEPS, smooth
-from kit.papers.curves import curves, draw_curves
 from kit.papers.hlat_demo import PRECISION, SPIKES
 from kit.papers.hlat_model import facts
-from kit.papers.layers import Layer, Runs, demo_source, table
-from kit.papers.panels import finish, mark_demo_scale
+from kit.papers.layers import Layer, Runs, curves, demo_source, folders_with
+from kit.papers.panels import draw_curves, finish, mark_demo_scale
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
@@ -31,8 +28,7 @@ def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     Raises:
         ConfigError: none of them has a step: the paper's own curve could not be read.
     """
-    found = curves(runs, "loss")
-    panels = {scale: layers for scale in ("demo", "cluster") if (layers := [o for o in found if o.scale == scale])}
+    panels = curves(runs, "loss")
     if not panels:
         raise ConfigError(f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run DIRECTORY).")
     with new_figure(len(panels), height=2.8 * len(panels) + 0.6, squeeze=False) as (figure, axes):
@@ -45,13 +41,12 @@ def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
                 axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
             axis.set(title="training loss, nats per token", xlabel="tokens, millions")
             axis.legend(loc="upper right")
-        finish(
+        return finish(
             figure,
-            found,
+            panels,
             "Training loss of your runs; crosses: what the kit's alerts call a spike.",
             f"Spikes: {count}. The paper's own curve could not be read.",
         )
-    return figure, [row for name, layers in panels.items() for row in table(layers, panel=name)]
 
 
 def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -83,8 +78,8 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         left.set_title("(a) loss, nats per token")
         right.set_title("(b) on held-out text")
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=5)
-        finish(figure, [*training.values(), *held_out.values()], *_spike_caption(arms), notes=_spike_notes(arms))
-    return figure, _rows(training, held_out)
+        panels = {"training": [*training.values()], "held out": [*held_out.values()]}
+        return finish(figure, panels, *_spike_caption(arms), notes=_spike_notes(arms))
 
 
 def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -110,15 +105,14 @@ def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         right.axhline(0, color=GREY, linewidth=0.8)
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper left", ncols=2)
         _, master, pure, stochastic = (f"{layer.y[-1] - held_out['fp32'].y[-1]:+.3f}" for layer in held_out.values())
-        finish(
+        return finish(
             figure,
-            [*training.values(), *held_out.values()],
+            {"training": [*training.values()], "held out": [*held_out.values()]},
             "A small model with the same weights and data in each precision.",
             f"At the end, over fp32: master {master}, pure {pure}, stochastic {stochastic}.",
             "MISSED: rounding is once a step here, at every result on Trainium.",
             notes=_precision_notes(held_out),
         )
-    return figure, _rows(training, held_out)
 
 
 def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
@@ -171,26 +165,18 @@ def _precision_notes(held_out: dict[str, Layer]) -> list[str]:
 
 def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict[str, Layer], dict[str, Layer]]:
     """Returns the arms of a study that one of `runs` holds: their steps, training losses and held-out losses."""
-    folders = [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()]
+    folders = folders_with(runs, name)
     if not folders:
         raise ConfigError(
             f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
             f'python -c \'from kit.papers.hlat_demo import *; {function}("FOLDER", "DATA")\'; then --run FOLDER.'
         )
     arms, source = json.loads((folders[0] / name).read_text()), demo_source(folders[:1])
-    training, held_out = (
-        {arm: dataclasses.replace(_layer(arm, rows, column, source), runs=(folders[0].name,))
-         for arm, rows in arms.items()} for column in ("loss", "validation_loss")
-    )  # fmt: skip
+
+    def layer(arm: str, column: str) -> Layer:
+        x, y = zip(*((row["step"], row[column]) for row in arms[arm] if row[column] is not None), strict=True)
+        return Layer(kind="measured", label=arm, x=x, y=y, source=source, scale="demo", joined=True,
+                     runs=(folders[0].name,))  # fmt: skip
+
+    training, held_out = ({arm: layer(arm, column) for arm in arms} for column in ("loss", "validation_loss"))
     return arms, training, held_out
-
-
-def _rows(training: dict[str, Layer], held_out: dict[str, Layer]) -> Rows:
-    return [*table(training.values(), panel="training"), *table(held_out.values(), panel="held out")]
-
-
-def _layer(name: str, rows: Steps, column: str, source: str) -> Layer:
-    points = [(row["step"], row[column]) for row in rows if row[column] is not None]
-    x, y = np.array(points, dtype=float).T
-    empty = np.full(len(x), np.nan)
-    return Layer(kind="measured", label=name, x=x, y=y, low=empty, high=empty, source=source, scale="demo", joined=True)

@@ -1,8 +1,8 @@
 """The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what was measured.
 
 A figure of `kit.papers` is a function of run directories that returns `(figure, rows)`. It makes its layers, draws each
-panel with `draw(axis, layers)` and ends with `finish(figure, layers, ...)`, both of `panels.py`, and returns
-`table(layers)`, or rows of its own, each with a key `layer`:
+panel with `draw(axis, layers)` and returns what `finish(figure, layers, ...)` does, both of `panels.py`, or rows of its
+own, each with a key `layer`:
 
     facts = Facts.load("hlat")                                          # kit/papers/data/hlat.csv
     def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -11,8 +11,7 @@ panel with `draw(axis, layers)` and ends with `finish(figure, layers, ...)`, bot
                   *measured(runs, x=tokens, y=final_loss)]                       # filled markers, demo scale marked
         with new_figure(height=3) as (figure, axis):
             draw(axis, layers)
-            finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
-        return figure, table(layers)
+            return finish(figure, layers, "What is drawn.", "What holds.", "What is missed.")
 
 Then name it in `kit.papers.FIGURES`. Rules that the code here enforces: a remembered number is never drawn as
 published, a modelled line says how wrong the model is, and demo-scale points never share a panel with a paper's.
@@ -109,12 +108,16 @@ class Facts:
         """Names of all series, in order."""
         return list(dict.fromkeys(fact.series for fact in self.facts))
 
-    def value(self, series: str, x: str) -> float:
-        """Returns the number of one fact."""
+    def only(self, series: str, x: str) -> Fact:
+        """Returns one fact."""
         found = [fact for fact in self[series] if fact.x == x]
         if len(found) != 1:
             raise ConfigError(f"{self.name}.csv: {series} of {x!r}: {len(found)} facts, expected one.")
-        return found[0].number
+        return found[0]
+
+    def value(self, series: str, x: str) -> float:
+        """Returns the number of one fact."""
+        return self.only(series, x).number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,11 +126,11 @@ class Layer:
 
     kind: Literal["published", "modelled", "measured"]
     label: str
-    x: np.ndarray
-    y: np.ndarray
-    low: np.ndarray
-    """End of the interval of y; NaN where there is none. So `high`."""
-    high: np.ndarray
+    x: Any = ()
+    y: Any = ()
+    low: Any = math.nan
+    """End of the interval of y; NaN where there is none. So `high`. All become arrays as long as x."""
+    high: Any = math.nan
     source: str
     """Where it comes from; for a modelled layer how wrong the model is, and on what."""
     scale: Literal["paper", "cluster", "demo"] = "paper"
@@ -137,6 +140,11 @@ class Layer:
     """Measured points are joined by a line."""
     runs: tuple[str, ...] = ()
     """Names of the run directories that measured points come from, one a point or one for all."""
+
+    def __post_init__(self) -> None:
+        columns = {name: np.atleast_1d(np.asarray(getattr(self, name), float)) for name in ("x", "y", "low", "high")}
+        for name, column in columns.items():
+            object.__setattr__(self, name, np.broadcast_to(column, columns["x"].shape))
 
     @classmethod
     def published(cls, facts: Sequence[Fact], *, label: str, names: Sequence[str] = (), scale: float = 1.0) -> Self:
@@ -163,21 +171,15 @@ class Layer:
         how = {fact.known for fact in facts} - {"read"}
         sources = "; ".join(dict.fromkeys(fact.source for fact in facts))
         source = f"{sources} ({', '.join(sorted(how))})" if how else sources
-        empty = np.full(len(x), math.nan)
-        return cls(kind="published", label=label, x=x, y=y, low=empty, high=empty, source=source, names=tuple(names))
+        return cls(kind="published", label=label, x=x, y=y, source=source, names=tuple(names))
 
     @classmethod
-    def modelled(
-        cls, label: str, x: Any, y: Any, low: Any, high: Any, *, error: str, names: Sequence[str] = ()
-    ) -> Self:
-        """Returns a modelled line with its interval.
+    def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
+        """Returns a modelled line; without points it names the model among the sources of a table.
 
         Args:
             label: for the legend and the table.
-            x: places on the axis.
-            y: modelled values.
-            low: lower end of the 90 % interval.
-            high: upper end.
+            points: x and y, and both ends of a 90 % interval of y where there is one.
             error: how wrong the model is, and on which measurements.
             names: of the points, where x is only a place.
 
@@ -188,9 +190,12 @@ class Layer:
             raise ConfigError(
                 f"layer {label!r}: error '' is not allowed. Say how wrong the model is on what was measured."
             )
-        columns = [np.atleast_1d(np.asarray(column, dtype=float)) for column in (x, y, low, high)]
-        x, y, low, high = (np.broadcast_to(column, columns[0].shape) for column in columns)
-        return cls(kind="modelled", label=label, x=x, y=y, low=low, high=high, source=error, names=tuple(names))
+        columns = dict(zip(("x", "y", "low", "high"), points, strict=False))
+        return cls(kind="modelled", label=label, source=error, names=tuple(names), **columns)
+
+    def times(self, factor: Any) -> Self:
+        """Returns the same points in another unit."""
+        return dataclasses.replace(self, y=factor * self.y, low=factor * self.low, high=factor * self.high)
 
     def rows(self) -> Rows:
         """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run of a measured one."""
@@ -254,9 +259,28 @@ def demo_source(directories: Iterable[str | Path]) -> str:
     return "this machine, demo scale" + (", while other programs were at work" if busy else "")
 
 
+def kept(file: Path, make: Callable[[], Any]) -> Any:
+    """Returns what a study of this machine has left in a JSON file, after making it where there is none yet."""
+    if not file.exists():
+        note_load(file.parent)
+        write_atomic(file, json.dumps(make()) + "\n")
+    return json.loads(file.read_text())
+
+
+def folders_with(runs: Runs, name: str) -> list[Path]:
+    """Returns those of `runs` that are folders in which a study has left a file of this name."""
+    return [Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()]
+
+
 def scale_of(run: Run) -> Literal["cluster", "demo"]:
     """Returns `demo` for processes that share one machine's cores, `cluster` for everything else."""
     return "demo" if run.site.scheduler == "local" else "cluster"
+
+
+def source_of(runs: Iterable[Run]) -> str:
+    """Returns the source of points of runs of one scale."""
+    here = {run.directory.parent for run in runs if scale_of(run) == "demo"}
+    return demo_source(here) if here else "run directories given to the figure"
 
 
 def measured(
@@ -286,14 +310,35 @@ def measured(
             points.sort()
             names = [str(point[4]) for point in points]
             places, middle, low, high = (np.array(column) for column in zip(*(p[:4] for p in points), strict=True))
-            where = "run directories given to the figure"
-            if scale == "demo":
-                where = demo_source({run.directory.parent for run in runs if scale_of(run) == "demo"})
+            where = source_of(run for run in runs if scale_of(run) == scale)
             layers.append(
                 Layer(kind="measured", label=label if len(names) > 1 or label != YOURS else names[0], x=places,
                       y=middle, low=low, high=high, source=where, scale=scale, joined=line, runs=tuple(names))
             )  # fmt: skip
     return layers
+
+
+def on_clusters(runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]) -> list[Layer]:
+    """Returns the points of `measured` that may share a panel with a paper's: those of clusters."""
+    return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
+
+
+def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
+    """Returns one column of the metrics of each run against millions of tokens, a layer a run, by their scale.
+
+    Args:
+        runs: run directories; those without a step are left out.
+        column: of `Metrics`.
+    """
+    found: dict[str, list[Layer]] = {"demo": [], "cluster": []}
+    for run in opened(runs):
+        metrics, scale = run.metrics(), scale_of(run)
+        if len(metrics):
+            found[scale].append(
+                Layer(kind="measured", label=run.name, x=metrics.total_tokens / 1e6, y=metrics[column],
+                      source=source_of([run]), scale=scale, joined=True, runs=(run.name,))
+            )  # fmt: skip
+    return {scale: layers for scale, layers in found.items() if layers}
 
 
 def hfu_percent(run: Run) -> np.ndarray:

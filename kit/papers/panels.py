@@ -1,13 +1,13 @@
 """Drawing of layers: one panel, the caption and notes of a figure, and what a paper prints as a table."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from cluster.record import ConfigError
-from kit.papers.layers import Layer
+from kit.papers.layers import Layer, table
 from kit.show.style import Rows, short
 from kit.show.table import Table
 from kit.show.theme import BLUE, GREEN, GREY, OLIVE, PURPLE, SLATE, VERMILION
@@ -23,6 +23,7 @@ MARKED = 20
 LINE = 74
 """Characters of a line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
+Panels = Mapping[str, Sequence[Layer]] | Sequence[Layer]
 
 
 def draw(axis: Any, layers: Sequence[Layer]) -> None:
@@ -59,6 +60,15 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
         mark_demo_scale(axis)
 
 
+def draw_curves(axis: Any, layers: Sequence[Layer], **style: Any) -> None:
+    """Draws measured curves of many points, a colour each, and marks demo scale."""
+    for number, layer in enumerate(layers):
+        colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
+        axis.plot(layer.x, layer.y, color=colours[number % len(colours)], label=short(layer.label), **style)
+    if any(layer.scale == "demo" for layer in layers):
+        mark_demo_scale(axis)
+
+
 def mark_demo_scale(axis: Any) -> None:
     """Writes `demo scale` across a panel whose numbers were measured on this machine."""
     axis.text(0.5, 0.5, "demo scale", transform=axis.transAxes, ha="center", va="center", rotation=18, fontsize=22,
@@ -79,22 +89,28 @@ def pairs(count: int, *, under_one: bool = False) -> str:
 
 
 def finish(
-    figure: Any, layers: Sequence[Layer], shows: str, holds: str = "", misses: str = "", *, notes: Sequence[str] = ()
-) -> None:
-    """Writes the caption below a figure, three lines at most, and gives it the notes of where each layer comes from.
+    figure: Any, panels: Panels, shows: str, holds: str = "", misses: str = "", *, notes: Sequence[str] = ()
+) -> tuple[Any, Rows]:
+    """Returns a figure with its caption of three lines at most and the notes of where each layer comes from; its table.
 
     Args:
         figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
-        layers: all of its panels.
+        panels: layers of each panel, by its name in the table, or of the only one.
         shows: what is drawn.
         holds: what is seen, or which published values the model meets.
         misses: where it misses them, or what could not be read.
         notes: fits, assumptions and numbers that are not in the picture.
     """
+    if isinstance(panels, Mapping):
+        layers = [layer for panel in panels.values() for layer in panel]
+        rows = [row for name, panel in panels.items() for row in table(panel, panel=name)]
+    else:
+        layers, rows = panels, table(panels)
     parts = [textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part]
     figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
     figure.notes = (*notes, *sources(layers))
     figure.runs = frozenset(name for layer in layers for name in layer.runs)
+    return figure, rows
 
 
 def sources(layers: Sequence[Layer]) -> list[str]:
@@ -120,6 +136,6 @@ def paper_table(
         notes: as in `finish`.
         runs: names of the reader's own runs in it.
     """
-    table = Table(rows, " ".join(caption), (*notes, *sources(layers)))
-    table.runs = frozenset(runs)
-    return table
+    drawn = Table(rows, " ".join(caption), (*notes, *sources(layers)))
+    drawn.runs = frozenset(runs)
+    return drawn

@@ -62,7 +62,7 @@ def published_recipe(name: str) -> PublishedRecipe:
         plan=plan,
         stated=stated,
         not_stated=NOT_STATED[paper],
-        source=next(fact.source for fact in known["recipe_learning_rate"] if fact.x == model),
+        source=known.only("recipe_learning_rate", model).source,
     )
 
 
@@ -72,7 +72,7 @@ def _sizes() -> dict[str, dict[str, str]]:
 
 def _frontier(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
     stated: dict[str, Any] = {name: known.value(f"recipe_{name}", model) for name in OPTIMIZER}
-    stated["cosine_floor"] = _word(known, "recipe_cosine_floor", model)
+    stated["cosine_floor"] = known.only("recipe_cosine_floor", model).value
     return recipe_plan(model, engine="deepspeed", precision="fp16"), stated
 
 
@@ -83,17 +83,13 @@ def _hlat(known: Facts, model: str) -> tuple[Plan, dict[str, Any]]:
     stated["checkpoint_every"] = int(known.value("recipe_checkpoint_every", model))
     names = ("tensor_parallel", "pipeline_parallel", "zero_stage", "micro_batch_size", "global_batch_size")
     degrees: dict[str, Any] = {name: int(known.value(f"recipe_{name}", model)) for name in names}
+    degrees["recompute"] = known.only("recipe_recompute", model).value
     devices = int(known.value("recipe_nodes_of_script", model)) * Site.load(hlat_model.TRN1).devices_per_node
     plan = Plan(
         **degrees,
         data_parallel=devices // (degrees["tensor_parallel"] * degrees["pipeline_parallel"]),
-        sequence_parallel=_word(known, "recipe_sequence_parallel", model) == "on",
+        sequence_parallel=known.only("recipe_sequence_parallel", model).value == "on",
         precision="bf16",
         engine="neuron",
-        recompute=_word(known, "recipe_recompute", model),
     )
     return plan, stated
-
-
-def _word(known: Facts, series: str, x: str) -> Any:
-    return next(fact.value for fact in known[series] if fact.x == x)
