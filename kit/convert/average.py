@@ -8,11 +8,9 @@ from pathlib import Path
 
 import torch
 
-from kit.convert import load_model
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.errors import ConfigError
 from kit.model import Decoder
-from kit.run import Run
 
 
 def average_models(decoders: Iterable[Decoder]) -> Decoder:
@@ -38,18 +36,6 @@ def average_models(decoders: Iterable[Decoder]) -> Decoder:
         for name, weight in mean.named_parameters():
             weight.copy_(sums[name] / count)
     return mean
-
-
-def average_checkpoints(run: Run, steps: Sequence[int]) -> Decoder:
-    """Returns the mean of a run's checkpoints at these steps.
-
-    Raises:
-        CheckpointError: one of them is absent or damaged.
-        ConfigError: no step was given.
-    """
-    for step in steps:
-        run.checkpoints.manifest(step)  # all are there before the first is read
-    return average_models(load_model(run, step) for step in steps)
 
 
 def average_folders(folders: Sequence[Path], out: Path) -> Path:

@@ -31,10 +31,7 @@ VERSION = "0.19.8"
 def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     """Writes one checkpoint of a run (None: the newest) as DeepSpeed's universal checkpoint, and returns the folder.
 
-    Args:
-        run: trained by an engine whose checkpoints any layout reads.
-        step: of the checkpoint.
-        folder: is made; it must be absent or empty, and appears when it is complete.
+    It must be absent or empty, and appears when it is complete.
 
     Raises:
         CheckpointError: there is no such checkpoint, or NxD wrote it.

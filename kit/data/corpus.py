@@ -8,6 +8,7 @@ from pathlib import Path
 from cluster.record import Record, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
 from kit.data.readers import FORMATS, TEXT_KEY, read_texts
+from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
@@ -165,8 +166,7 @@ def _source(name: str, files: list[tuple[Path, str]]) -> Source:
     for path, file_name in files:
         try:
             size_bytes += path.stat().st_size
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest = file_sha256(path)
         except OSError as error:
             digest = str(error.strerror)
         total.update(f"{file_name} {digest}\n".encode())

@@ -5,7 +5,6 @@ dataset.json, train.bin/.idx, validation.bin/.idx, validation.jsonl, tokenizer.j
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from kit.data.corpus import Source
 from kit.data.readers import TEXT_KEY
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
+from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 FORMAT = 1
@@ -70,9 +70,7 @@ class StoredFile(Record):
     @classmethod
     def of(cls, file: Path) -> Self:
         """Returns the record of a file as it is now."""
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return cls(name=file.name, size_bytes=file.stat().st_size, sha256=digest)
+        return cls(name=file.name, size_bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

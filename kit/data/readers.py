@@ -22,37 +22,25 @@ OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
     """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if there are several.
 
-    Args:
-        file: which.
-        name: of the file, for messages.
-        report: told of what cannot be read.
-        text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
+    `text_key` is that of a .jsonl object, or the column of a .parquet file, which holds the document.
 
     Raises:
         DataError: the file's format is not known.
     """
-    reader = reader_of(file)
+    reader = FORMATS.get(file.suffix)
+    if file.parts[-2:] == ("pydoc_data", "topics.py"):
+        reader = _topics
+    elif file.name == "METADATA":
+        reader = _readme
     if reader is None:
         raise DataError(f"{name}: cannot read this format. {suggestion(file.suffix, FORMATS)}")
     try:
-        if keyed := KEYED.get(file.suffix):
-            yield from keyed(file, name, report, text_key)
-        else:
-            yield from reader(file, name, report)
+        yield from reader(file, name, report, text_key)
     except OSError as error:
         report(name, f"cannot be read ({error.strerror or error})")
 
 
-def reader_of(file: Path) -> Callable[[Path, str, Report], Texts] | None:
-    """Returns the reader for a file, by its name; None when the format is not known."""
-    if file.parts[-2:] == ("pydoc_data", "topics.py"):
-        return _topics
-    if file.name == "METADATA":
-        return _readme
-    return FORMATS.get(file.suffix)
-
-
-def _whole(file: Path, name: str, report: Report) -> Texts:
+def _whole(file: Path, name: str, report: Report, _: str) -> Texts:
     data = file.read_bytes()
     try:
         yield name, data.decode("utf-8-sig")
@@ -61,13 +49,13 @@ def _whole(file: Path, name: str, report: Report) -> Texts:
         report(f"{name}:{line}", f"not UTF-8 text (byte {data[error.start]:#04x})")
 
 
-def _readme(file: Path, name: str, report: Report) -> Texts:
+def _readme(file: Path, name: str, report: Report, text_key: str) -> Texts:
     """Yields the long description of an installed package: what follows the header of its METADATA file."""
-    for place, text in _whole(file, name, report):
+    for place, text in _whole(file, name, report, text_key):
         yield place, text.partition("\n\n")[2]
 
 
-def _topics(file: Path, name: str, report: Report) -> Texts:
+def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
         tree = ast.parse(file.read_bytes())
@@ -80,7 +68,7 @@ def _topics(file: Path, name: str, report: Report) -> Texts:
         yield f"{name}:{topic}", text
 
 
-def _jsonl(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
+def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -99,7 +87,7 @@ def _jsonl(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> T
                 report(place, f"no string under the key {text_key!r} (found: {keys}){OTHER_KEY}")
 
 
-def _parquet(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
+def _parquet(file: Path, name: str, report: Report, text_key: str) -> Texts:
     import pyarrow
     import pyarrow.parquet
 
@@ -130,5 +118,3 @@ def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
 
 
 FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, ".jsonl": _jsonl, ".parquet": _parquet}
-KEYED = {".jsonl": _jsonl, ".parquet": _parquet}
-"""Those of several documents, each under a key that may have another name."""

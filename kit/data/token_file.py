@@ -8,7 +8,6 @@ Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files ar
 """
 
 import functools
-import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,24 +36,18 @@ def rebuild_hint(directory: Path) -> str:
 
 
 class TokenFileWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, document by document; the files get their names when it closes.
+    """Writes `PREFIX.bin` and, when it closes, `PREFIX.idx`, document by document. Tokens are below `vocab_size`.
 
     A context manager: after an exception inside, no file is left.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        """Opens the files.
-
-        Args:
-            prefix: path of both files without their suffix.
-            vocab_size: every token must be below it; it decides the type.
-        """
         self.num_tokens = 0
         self._bin, self._idx = _paths(Path(prefix))
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._lengths: list[int] = []
-        self._stream = _partial(self._bin).open("wb")
+        self._stream = self._bin.open("wb")
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends one document.
@@ -78,12 +71,10 @@ class TokenFileWriter:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._stream.close()
-        if error_type is not None:
-            _partial(self._bin).unlink(missing_ok=True)
-            return
-        _partial(self._idx).write_bytes(self._index())
-        os.replace(_partial(self._bin), self._bin)
-        os.replace(_partial(self._idx), self._idx)
+        if error_type is None:
+            self._idx.write_bytes(self._index())
+        else:
+            self._bin.unlink()
 
     def _index(self) -> bytes:
         lengths = np.array(self._lengths, dtype=np.int64)
@@ -189,10 +180,6 @@ class TokenFile:
 
 def _paths(prefix: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
-
-
-def _partial(file: Path) -> Path:
-    return file.with_name(file.name + ".partial")
 
 
 def _size(file: Path, at_least: int) -> int:

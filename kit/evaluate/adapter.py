@@ -32,11 +32,8 @@ class DecoderLM(TemplateLM):
     and prompts that are too long lose tokens on the left (`num_truncated` counts them).
 
     Args:
-        decoder: a whole model.
-        tokenizer: the one the model was trained with.
-        sequence_length: the longest input of the model, in tokens.
+        decoder, tokenizer, sequence_length, device: as in `evaluate_model`.
         batch_tokens: tokens in one forward pass, padding included (at least one sequence is always run).
-        device: where the model is.
         seed: of sampled continuations.
         group: ranks that hold the same weights. All must make the same calls; the work is shared out, and every rank
             gets all results.

@@ -48,10 +48,8 @@ class CodeScorer:
     ) -> tuple[dict[str, float], list[list[Outcome]]]:
         """Returns pass@k averaged over the problems, and how each program ended.
 
-        Args:
-            references: the test of each problem.
-            predictions: the programs for each problem.
-            k: what the harness asks for; which k are reported follows from the number of programs instead.
+        `references` are the tests of the problems, `predictions` the programs for each. Which k are reported follows
+        from the number of programs, not from what the harness asks for.
         """
         outcomes = [self._run_all(programs, test) for programs, test in zip(predictions, references, strict=True)]
         count = min(map(len, outcomes))

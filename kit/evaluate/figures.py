@@ -12,9 +12,7 @@ from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
     """Returns a figure of a report: bits per byte beside reference models, accuracies beside chance; and its table.
 
-    Args:
-        report: with the task `heldout` and any number of multiple-choice tasks.
-        bits_per_byte: of reference models on the same text, by name.
+    The report has the task `heldout` and any number of multiple-choice tasks.
     """
     ours = report["heldout"].metric("bits_per_byte").value
     choices = [score for score in report.scores if score.chance is not None]
@@ -46,12 +44,7 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
     """Returns a figure of the 95 % interval of an accuracy against the number of items it was measured on; its table.
 
     The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 - p) / (n - 1)), the
-    harness's formula.
-
-    Args:
-        accuracy: the share of right answers.
-        chance: that of guessing, drawn as a line.
-        marks: numbers of items to mark, with their names.
+    harness's formula. `marks` are numbers of items to mark, with their names.
     """
     items = np.geomspace(20, 1.2 * max(marks), 200)
     low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T

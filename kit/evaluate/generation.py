@@ -107,8 +107,7 @@ def generate(
 
     Args:
         decoder: a whole model.
-        prompts: run as one batch, see `batches`.
-        options: of all of them.
+        prompts, options: run as one batch, see `batches`.
         is_last: is asked with the new tokens of one prompt, after each.
         batch_tokens: tokens of prompts in one forward pass (at least one of each different prompt).
     """

@@ -63,11 +63,7 @@ def load_task(
 ) -> LoadedTask:
     """Returns the harness's official task, with data from the mirror, or the held-out text of the corpus.
 
-    Args:
-        request: what to score; a name alone asks for what the task's definition says.
-        mirror: folder of the benchmark data.
-        heldout_file: `validation.jsonl` of the corpus, for `heldout`.
-        download: may the hub be asked for what the mirror lacks?
+    A name alone asks for what the task's definition says. With `download` the hub is asked for what the mirror lacks.
 
     Raises:
         ConfigError: the task is unknown, or no held-out text was given for it.
@@ -170,8 +166,7 @@ def score_task(
     """Returns the scores of one task.
 
     Args:
-        lm: the model.
-        loaded: the task.
+        lm, loaded: the model and the task.
         limit: at most so many items, drawn at random: the first ones of a data set are not like the rest. A group
             gives each of its tasks a share, and at least one item.
         seed: of that draw, which is the same for all models and does not depend on the other tasks.

@@ -71,11 +71,9 @@ class Row:
 
 
 def pack(num_places: dict[Sequence, int], longest: int) -> list[Row]:
-    """Returns rows with all sequences.
+    """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is longer.
 
-    Args:
-        num_places: for each sequence, how many of its last tokens are asked for.
-        longest: tokens of a row, unless a single sequence is longer.
+    `num_places` says for each sequence how many of its last tokens are asked for.
     """
     rows: list[Row] = []
     for sequence in sorted(num_places):

@@ -21,14 +21,8 @@ def load_on_ranks(
 ) -> tuple[Decoder, dist.ProcessGroup]:
     """Returns this rank's part of a checkpoint's model, and the ranks that share out the items with it.
 
-    Both go into `DecoderLM`. All ranks of the default process group must call this; those that `tensor_parallel` does
-    not take are replicas.
-
-    Args:
-        run: whose checkpoint, written by any layout.
-        step: of the checkpoint; default the newest.
-        tensor_parallel: ranks that share each matrix.
-        device: where this rank's part goes.
+    Both go into `DecoderLM`. The checkpoint, by default the newest, may be of any layout. All ranks of the default
+    process group must call this; those that `tensor_parallel` does not take are replicas.
 
     Raises:
         ConfigError: the model, or the number of ranks, cannot be divided so.

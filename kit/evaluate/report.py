@@ -69,11 +69,8 @@ def wilson(share: float, num_items: int) -> tuple[float, float]:
     Assoc. 22, 1927.
     """
     z2 = Z_95**2
-    centre, half = (
-        share + z2 / (2 * num_items),
-        Z_95 * math.sqrt(share * (1 - share) / num_items + z2 / (4 * num_items**2)),
-    )
-    scale = 1 + z2 / num_items
+    centre, scale = share + z2 / (2 * num_items), 1 + z2 / num_items
+    half = Z_95 * math.sqrt(share * (1 - share) / num_items + z2 / (4 * num_items**2))
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 

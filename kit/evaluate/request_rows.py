@@ -16,10 +16,6 @@ def _choices(document: dict[str, Any]) -> dict[str, Any]:
     return {"choices": choices, "answerKey": labels[document["gold"]]}
 
 
-def _columns(rows: Rows, *names: str) -> Rows:
-    return [{name: row[name] for name in names} for row in rows]
-
-
 def arc_rows(documents: Rows) -> Rows:
     """Returns ARC's rows; some of the original labels are 1..4 instead of A..D, which no prompt or score shows."""
     return [{"id": item["id"], "question": _question(item), **_choices(item)} for item in documents]
@@ -39,18 +35,14 @@ def boolq_rows(documents: Rows) -> Rows:
     return rows
 
 
-def gsm8k_rows(documents: Rows) -> Rows:
-    return _columns(documents, "question", "answer")
-
-
-def humaneval_rows(documents: Rows) -> Rows:
-    return _columns(documents, "task_id", "prompt", "canonical_solution", "test", "entry_point")
+def _only(*names: str) -> Callable[[Rows], Rows]:
+    return lambda documents: [{name: document[name] for name in names} for document in documents]
 
 
 REBUILD: dict[str, Callable[[Rows], Rows]] = {
     "arc": arc_rows,
     "boolq": boolq_rows,
-    "gsm8k": gsm8k_rows,
-    "humaneval": humaneval_rows,
+    "gsm8k": _only("question", "answer"),
+    "humaneval": _only("task_id", "prompt", "canonical_solution", "test", "entry_point"),
     "openbookqa": openbookqa_rows,
 }
