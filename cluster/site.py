@@ -143,14 +143,18 @@ class Site(Record):
         fact = self.device.peak_flops_per_s.get(dtype)
         return fact.value if fact else None
 
+    @property
+    def table(self) -> Slurm | Kubernetes | None:
+        """What the site says about its scheduler, if anything."""
+        return {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
+
     def profile(self, name: str) -> dict[str, str]:
         """Returns a named set of environment variables of this site, for `JobSpec.environment`.
 
         Raises:
             ConfigError: the site's table of its scheduler has no such profile.
         """
-        table = {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
-        profiles = table.profiles if table else {}
+        profiles = self.table.profiles if self.table else {}
         if name not in profiles:
             raise ConfigError(f"site.{self.scheduler}.profiles: {name!r} is unknown. {suggestion(name, profiles)}")
         return dict(profiles[name])

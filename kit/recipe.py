@@ -44,14 +44,8 @@ class Recipe(Record):
         super().__post_init__()
         for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
-        for name in (
-            "decay_steps",
-            "gradient_clip",
-            "validation_every",
-            "checkpoint_every",
-            "keep_every",
-            "hung_after_s",
-        ):
+        optional = "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
+        for name in optional.split():
             value = getattr(self, name)
             _require(name, value, value is None or value > 0, "a number above 0, or null")
         for name in ("beta1", "beta2"):

@@ -95,11 +95,7 @@ def build_engine(
 
 
 def check_engine(plan: Plan) -> None:
-    """Returns nothing if the plan's engine can be started with what is installed; it is not imported here.
-
-    Raises:
-        MissingPackageError: the engine's package is not installed, or not one that can train.
-    """
+    """Raises MissingPackageError if the plan's engine cannot be started with what is installed."""
     if plan.engine == "neuron":
         from kit.engines.neuron.probe import require
 

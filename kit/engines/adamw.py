@@ -9,12 +9,7 @@ from kit.recipe import Recipe
 
 
 def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
-    """Returns torch's fused AdamW.
-
-    Args:
-        parameters: or groups of them, as torch takes them.
-        recipe: its learning rate, betas, eps and weight decay.
-    """
+    """Returns torch's fused AdamW over parameters, or over groups of them as torch takes them."""
     return torch.optim.AdamW(
         parameters, lr=recipe.learning_rate, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps,
         weight_decay=recipe.weight_decay, fused=True,

@@ -3,13 +3,13 @@
 import json
 import shlex
 
-from kit.engines.deepspeed.configuration import deepspeed_config, megatron_arguments
+from kit.engines.deepspeed.configuration import CONFIG_FILE, deepspeed_config, megatron_arguments
 from kit.engines.neuron.configuration import nxd_arguments
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
-DEEPSPEED, MEGATRON, NEURON = FILES = "deepspeed.json", "megatron_deepspeed.txt", "neuron.json"
+DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "neuron.json"
 
 
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:

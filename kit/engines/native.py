@@ -1,7 +1,4 @@
-"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and pipelining.
-
-Its interface is that of every engine: `kit.engines.Engine`.
-"""
+"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and pipelining."""
 
 import contextlib
 from collections.abc import Callable
@@ -25,15 +22,7 @@ from kit.spec import ModelSpec
 
 
 class NativeEngine:
-    """This rank's part of one model in training.
-
-    Args:
-        spec: the whole model.
-        plan: how it is cut; the process group must have `plan.num_devices` ranks.
-        recipe: optimizer settings and seed.
-        device: where this rank computes.
-        initialise: False leaves weights unset, to be filled from a checkpoint.
-    """
+    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by `build_engine`."""
 
     def __init__(
         self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device, *, initialise: bool = True
@@ -59,12 +48,7 @@ class NativeEngine:
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
-
-        Args:
-            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-            learning_rate: of this step.
-        """
+        """Returns the loss and the gradient norm before clipping, of the step that it makes."""
         inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
         self.optimizer.zero_grad()
         loss = self._forward_backward(inputs, targets)
@@ -88,7 +72,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        """Returns the mean loss in nats per token."""
         inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
         loss = torch.zeros((), device=self.device)
         with self._loss_context():

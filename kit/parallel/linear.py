@@ -43,9 +43,7 @@ def cut(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
 def split_layers(module: nn.Module, group: ProcessGroup) -> None:
     """Replaces the layers that the table names by their parallel kind, in place; weights are left to be filled.
 
-    Args:
-        module: a decoder or a part of it that names its layers as the decoder does; best on the meta device.
-        group: ranks that share each matrix.
+    The module, best on the meta device, is a decoder or a part of it that names its layers as the decoder does.
     """
     for path, parent in list(module.named_modules()):
         path = path + "." if path else ""
@@ -117,17 +115,12 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     return _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
-def vocabulary_parallel_cross_entropy(logits_NV: Tensor, targets_N: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the mean negative log-likelihood in nats, fp32; logits hold this rank's part and are never gathered."""
-    return _CrossEntropy.apply(logits_NV, targets_N, group)  # pyright: ignore[reportReturnType]
-
-
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the mean negative log-likelihood in nats, fp32; with a group, of logits cut over the vocabulary."""
+    """Returns the mean negative log-likelihood in nats, fp32; with a group, of its ranks' parts of the vocabulary."""
     logits_NV, targets_N = logits_BTV.flatten(0, 1).float(), targets_BT.flatten()
     if group is None:
         return F.cross_entropy(logits_NV, targets_N)
-    return vocabulary_parallel_cross_entropy(logits_NV, targets_N, group)
+    return _CrossEntropy.apply(logits_NV, targets_N, group)  # pyright: ignore[reportReturnType]
 
 
 class _CopyToRanks(torch.autograd.Function):

@@ -12,7 +12,10 @@ class EngineCheckpoints(Protocol):
     """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at the same steps."""
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write; returns as soon as training may go on. `facts` are those of `CheckpointWriter.start`."""
+        """Begins to write; returns as soon as training may go on.
+
+        `facts` are the manifest's fields other than attempt, time and files.
+        """
         ...
 
     def poll(self) -> None:
@@ -48,11 +51,9 @@ class PortableCheckpoints:
         self.poll, self.finish = writer.poll, writer.finish
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write; returns as soon as training may go on."""
         self.writer.start(self.engine.state_dict(), facts)
 
     def load(self, step: int) -> Manifest:
-        """Fills the engine from the checkpoint at `step` and returns its manifest."""
         self.engine.restore_optimizer(step - self.run.checkpoints.manifest(step).skipped)
         manifest = self.run.checkpoints.load(step, self.engine.state_dict(), spec=self.run.spec, distributed=True)
         self.engine.after_load()

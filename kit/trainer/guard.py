@@ -74,11 +74,7 @@ class Guard:
 
 
 def check_guard(recipe: Recipe, plan: Plan) -> None:
-    """Returns nothing if the plan's engine can do what the recipe asks for.
-
-    Raises:
-        ConfigError: it applies an update before anyone can look at it, or cannot be loaded twice.
-    """
+    """Raises ConfigError if the plan's engine applies an update before anyone can look at it, or cannot load twice."""
     for name in ("on_nan", "on_spike"):
         value = getattr(recipe, name)
         if plan.engine != "native" and value in ("skip", "roll_back"):

@@ -59,9 +59,7 @@ class Recovery:
     def respond(self, row: dict[str, Any], checkpoints: EngineCheckpoints) -> None:
         """Does what the recipe says about a bad step: nothing, drop its update, roll back, or stop.
 
-        Args:
-            row: the step's line for the metrics; gets `skipped`, the number of updates that were dropped.
-            checkpoints: to roll back to, or to finish before the run stops.
+        The step's row for the metrics gets `skipped`, the number of updates that were dropped.
 
         Raises:
             RunError: the recipe says to stop, or there is no checkpoint to roll back to.
@@ -136,18 +134,13 @@ def _stopped(run: Run, step: int, what: str) -> str:
 def verify_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[int, list[str]]:
     """Reads a checkpoint, each rank its share, and returns its bytes and what is wrong with it, the same on all ranks.
 
-    Args:
-        checkpoints: of the run.
-        step: of the checkpoint.
-        group: on the CPU; all its ranks must call this.
+    All ranks of the group, which is on the CPU, must call this.
     """
+    found: tuple[int, str | None]
     try:
-        found: tuple[int, str | None] = (
-            checkpoints.verify(step, part=dist.get_rank(), parts=dist.get_world_size()),
-            None,
-        )
+        found = checkpoints.verify(step, part=dist.get_rank(), parts=dist.get_world_size()), None
     except CheckpointError as error:
-        found = (0, str(error))
+        found = 0, str(error)
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, found, group=group)
     return sum(size for size, _ in told), sorted({problem for _, problem in told if problem})

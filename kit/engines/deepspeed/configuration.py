@@ -7,6 +7,8 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
+CONFIG_FILE = "deepspeed.json"
+"""Where `deepspeed_config` is written."""
 LOSS_SCALING = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
                 "min_loss_scale": 1}  # fmt: skip
 """DeepSpeed's defaults, written out to be seen: the loss is scaled by 2^16 at first; by half as much after a gradient
@@ -34,17 +36,10 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def check_batch(plan: Plan, reported: dict[str, int]) -> None:
-    """Returns nothing if an engine will train on the batches that the plan says.
+    """Raises ConfigError, naming both numbers, if an engine reports other batches than the plan's.
 
     Two sources for one number went unnoticed in a 175B run on Frontier: Megatron fed micro-batches of 1, DeepSpeed's
     JSON said 4, and the printed TFLOP/s were four times the real ones.
-
-    Args:
-        plan: what was asked.
-        reported: what the engine says it does: micro_batch_size, num_microbatches, global_batch_size.
-
-    Raises:
-        ConfigError: two numbers differ; both are named.
     """
     for name, value in reported.items():
         wanted = getattr(plan, name)
@@ -56,19 +51,11 @@ def check_batch(plan: Plan, reported: dict[str, int]) -> None:
             )
 
 
-def megatron_arguments(
-    spec: ModelSpec, plan: Plan, recipe: Recipe, *, config_file: str = "deepspeed.json"
-) -> list[str]:
+def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]:
     """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model by the same plan.
 
-    Args:
-        spec: a GPT as the Frontier paper has them.
-        plan: with engine "deepspeed".
-        recipe: optimizer and schedule.
-        config_file: where `deepspeed_config(plan, recipe)` is written.
-
     Raises:
-        ConfigError: the model is no GPT, or the plan is not DeepSpeed's.
+        ConfigError: the model is no GPT as the Frontier paper has them, or the plan is not DeepSpeed's.
 
     Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series and
     github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's `megatron/arguments.py`.
@@ -105,7 +92,7 @@ def megatron_arguments(
         "--seed": recipe.seed,
         "--data-path": recipe.data,
         "--zero-stage": plan.zero_stage,
-        "--deepspeed_config": config_file,
+        "--deepspeed_config": CONFIG_FILE,
     }
     switches = ["--deepspeed"]
     if plan.precision != "fp32":

@@ -25,15 +25,7 @@ from kit.spec import ModelSpec
 
 
 class DeepSpeedEngine:
-    """This rank's part of one model in training.
-
-    Args:
-        spec: the whole model.
-        plan: how it is cut; the process group must have `plan.num_devices` ranks.
-        recipe: optimizer settings and seed.
-        device: where this rank computes.
-        initialise: False leaves weights unset, to be filled from a checkpoint.
-        config: DeepSpeed's configuration; default `deepspeed_config(plan, recipe)`.
+    """This rank's part of one model in training: `kit.engines.PortableEngine`, made by `build_engine`.
 
     Raises:
         ConfigError: the plan does not fit model or processes, or DeepSpeed would train on other batches than it says.
@@ -101,13 +93,9 @@ class DeepSpeedEngine:
     # Steps -----------------------------------------------------------------------------------------------------
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+        """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
         In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
-
-        Args:
-            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-            learning_rate: of this step.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -132,7 +120,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        """Returns the mean loss in nats per token."""
         if self.pipeline_group is not None:
             return float(self.engine.eval_batch(self._micro_batches(samples)))
         loss = torch.zeros((), device=self.device)

@@ -18,14 +18,9 @@ from kit.spec import ModelSpec
 
 
 class Layers:
-    """Makes the layers of one model, as one rank of `group` holds them.
+    """Makes the layers of one model, as one rank of `group` holds them, of those that share each matrix.
 
-    Args:
-        spec: the whole model.
-        plan: how it is cut.
-        group: ranks that share each matrix; None where one rank has it whole.
-        device: where weights live.
-        seed: of the initial weights; None leaves them unset (a checkpoint follows).
+    No group: one rank has it whole. No seed of the initial weights: they stay unset (a checkpoint follows).
     """
 
     def __init__(
@@ -61,8 +56,7 @@ class Layers:
     def fill(self, module: nn.Module) -> None:
         """Cuts a meta module for this rank, gives it memory and, with a seed, its initial weights.
 
-        Args:
-            module: must name its weights as the whole decoder does.
+        It must name its weights as the whole decoder does.
         """
         if self.group is not None:
             split_layers(module, self.group)

@@ -20,11 +20,7 @@ class DeepSpeedError(MissingPackageError):
 
 
 def require() -> None:
-    """Returns nothing if DeepSpeed of a version that was tried is installed.
-
-    Raises:
-        MissingPackageError: it is not installed, or is of another version.
-    """
+    """Raises MissingPackageError unless DeepSpeed of a version that was tried is installed."""
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

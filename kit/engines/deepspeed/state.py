@@ -10,12 +10,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedState:
-    """Access to what the replicas of one engine share.
-
-    Args:
-        engine: DeepSpeed's.
-        optimizer: torch's AdamW that DeepSpeed steps.
-    """
+    """Access to what the replicas of one engine of DeepSpeed's share, and to torch's AdamW that it steps."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self.engine, self.optimizer = engine, optimizer

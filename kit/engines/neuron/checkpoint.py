@@ -23,38 +23,17 @@ SETTLE_STEPS = 10
 
 
 class NxdCheckpoints:
-    """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at the same steps.
-
-    Args:
-        checkpoints: of the run.
-        spec: of its model.
-        engine: whose state they hold.
-        attempt: of the run.
-        keep_last: newest checkpoints kept.
-        keep_every: checkpoints at multiples of this step are kept for ever, as HLAT kept one per 100B tokens.
-    """
+    """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its recipe."""
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        spec: ModelSpec,
-        engine: NeuronEngine,
-        *,
-        attempt: int,
-        keep_last: int,
-        keep_every: int | None,
+        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, **kept: int | None
     ) -> None:
-        self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
-        self.keep_last, self.keep_every = keep_last, keep_every
+        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
         self.pending: tuple[dict[str, Any], int] | None = None
         self.group = control_group()
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; returns as soon as training may go on.
-
-        Args:
-            facts: the manifest's fields other than attempt, time and files.
-        """
+        """Begins to write a checkpoint; returns as soon as training may go on."""
         self.finish()
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
@@ -91,7 +70,7 @@ class NxdCheckpoints:
             self.checkpoints.complete(folder, Manifest(
                 attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             ))  # fmt: skip
-            self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+            self.checkpoints.prune(**self.kept)  # pyright: ignore[reportArgumentType]
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""

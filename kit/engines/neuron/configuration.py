@@ -70,9 +70,7 @@ def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
 def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
     """Returns the variables without which the same calls compute in another precision, or over other ranks.
 
-    Args:
-        plan: which is meant.
-        flags: the compiler's, to which one may be added.
+    To the compiler's `flags` one may be added.
     """
     is_rounded = plan.precision == "bf16" and plan.zero_stage == 0
     needed = {ROUNDING: "1" if is_rounded else "0", **dict.fromkeys(CASTS, "0")}
@@ -89,18 +87,15 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
     Raises:
         ConfigError: the site is a cluster without such a profile, so not one of Trainium.
     """
-    table = {"slurm": site.slurm, "kubernetes": site.kubernetes}.get(site.scheduler)
-    if table is None:
+    if site.table is None:
         return needed_environment(plan)
-    return site.profile(PROFILES[plan.zero_stage]) | needed_environment(plan, table.environment.get(COMPILER, ""))
+    return site.profile(PROFILES[plan.zero_stage]) | needed_environment(plan, site.table.environment.get(COMPILER, ""))
 
 
 def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Returns nothing if the variables of this process are those that the plan needs: HLAT saw pure bf16 without
-    stochastic rounding diverge, and neither NxD nor a loss curve's first steps would tell.
+    """Raises ConfigError, naming each, if variables of this process are not what the plan needs.
 
-    Raises:
-        ConfigError: a variable is another; each is named.
+    HLAT saw pure bf16 without stochastic rounding diverge, and neither NxD nor a loss curve's first steps would tell.
     """
     needed = needed_environment(plan, environment.get(COMPILER, ""))
     wrong = {name: environment.get(name, "0") for name in needed if environment.get(name, "0") != needed[name]}
@@ -115,16 +110,8 @@ def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
 
 
 def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
-    """Returns nothing if NxD lays out key/value heads on this platform as `kit.engines.neuron.weights` does.
-
-    Args:
-        plan: how heads are cut.
-        spec: how many there are.
-        platform: as torch_neuronx names it.
-
-    Raises:
-        ConfigError: heads are copied, and not in Trn1's order.
-    """
+    """Raises ConfigError if NxD copies key/value heads on this platform in another order than Trn1's, which
+    `kit.engines.neuron.weights` lays out. The platform is as torch_neuronx names it."""
     if plan.kv_replication(spec) > 1 and platform not in TRN1:
         raise ConfigError(
             f"plan.tensor_parallel: {plan.tensor_parallel} with spec.num_kv_heads {spec.num_kv_heads} on engine "

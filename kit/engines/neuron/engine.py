@@ -27,14 +27,7 @@ from kit.spec import ModelSpec
 
 
 class NeuronEngine:
-    """This rank's part of one model in training.
-
-    Args:
-        spec: the whole model: a Llama without biases.
-        plan: how it is cut; the process group must have `plan.num_devices` ranks.
-        recipe: optimizer settings and seed.
-        device: where this rank computes.
-        initialise: False leaves weights unset, to be filled from a checkpoint.
+    """This rank's part of one model, a Llama without biases, in training: `kit.engines.Engine`, by `build_engine`.
 
     Raises:
         ConfigError: the plan does not fit model or processes, or the environment computes in another precision.
@@ -102,12 +95,9 @@ class NeuronEngine:
         return list(self.model.parameters())
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
+        """Returns the loss and the gradient norm before clipping, of the step that it makes.
 
-        Args:
-            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64; always as many, and
-                of the same length, since another shape is another graph to compile.
-            learning_rate: of this step.
+        Samples are always as many, and of the same length, since another shape is another graph to compile.
         """
         if self._is_pipelined:
             loss = self.model.run_train(**_inputs(samples))
@@ -126,7 +116,7 @@ class NeuronEngine:
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        """Returns the mean loss in nats per token."""
         self.model.eval()
         if self._is_pipelined:
             loss = self.model.run_eval(**_inputs(samples))

@@ -24,12 +24,7 @@ MASKED = -10_000.0
 class NxdLlama(nn.Module):
     """The whole model, as `initialize_parallel_model` takes it; tokens and targets in, mean loss in nats out.
 
-    Args:
-        spec: a Llama without biases.
-        plan: how it is cut.
-        nxd: makes the layers.
-        weights: marks what each layer holds.
-        loss_scale: the loss is multiplied by it; 1 / micro-batches where NxD does not divide by them itself.
+    The loss is multiplied by `loss_scale`: 1 / micro-batches where NxD does not divide by them itself.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: Weights, loss_scale: float = 1.0) -> None:
@@ -43,9 +38,7 @@ class NxdLlama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor):
         """Returns the loss; in a pipeline (loss, logits), as NxD's specification of outputs has it.
 
-        Args:
-            input_ids: [B, T].
-            labels: [B, T], the next token of each.
+        Both are [B, T]; labels are the next token of each.
         """
         logits_BTV = self.lm_head(self.model(input_ids))
         loss = self.loss(logits_BTV, labels)

@@ -60,11 +60,7 @@ class NeuronError(MissingPackageError):
 
 
 def require() -> None:
-    """Returns nothing if NxD can train here; it is imported in another process.
-
-    Raises:
-        NeuronError: it cannot.
-    """
+    """Raises NeuronError unless NxD can train here; it is imported in another process."""
     status = probe()
     if status.state != "ok":
         raise NeuronError(status)

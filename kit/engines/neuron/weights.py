@@ -15,14 +15,7 @@ from kit.spec import ModelSpec
 
 
 class Weights:
-    """Marks modules with what they hold, and fills them.
-
-    Args:
-        spec: the whole model.
-        plan: how it is cut.
-        tensor_rank: of this process, among those that share each matrix.
-        seed: of the initial weights; None leaves them unset (a checkpoint follows).
-    """
+    """Marks modules with what this tensor rank holds, and fills them; without a seed they stay unset."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, tensor_rank: int, seed: int | None) -> None:
         self.spec, self.ranks, self.rank, self.seed = spec, plan.tensor_parallel, tensor_rank, seed
