@@ -1,5 +1,8 @@
 # make demo | test | lab | gallery | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first that runs: a name on the PATH may be a shim without an interpreter behind it, `python3` may be of any version.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
+    $$name -c '$(FITS)' 2>/dev/null && { command -v $$name; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # The dashboard's chart library, now rather than at its first use; nothing else needs it.
@@ -75,15 +78,19 @@ $(NXD_ENV)/installed: tests/engines/real_nxd/requirements.txt
 clean:  ## what can be made again; runs and data stay
 	rm -rf .venv build results
 
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.14 was found. Your system may have one (apt install python3-venv, dnf" \
+	    "install python3.12, brew install python@3.12), conda makes one (conda create -n kit python=3.12), or see" \
+	    "https://www.python.org/downloads; one elsewhere is named so: make demo PYTHON=/path/to/python3"; exit 2; }
+	$(PYTHON) -m venv .venv
+
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) pip takes it; else the CUDA one.
-.venv/notebooks-installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+.venv/notebooks-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[notebooks]"
 	$(CHARTS)
 	touch $@
 
-.venv/dev-installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+.venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[notebooks,dev]"
 	$(CHARTS)
 	touch $@ .venv/notebooks-installed

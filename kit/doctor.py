@@ -39,9 +39,10 @@ def examine(directory: Path = Path(), *, deep: bool = False) -> list[Finding]:
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(directory).free
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 14)
     return [
-        Finding(subject="Python", found=sys.version.split()[0], ok=sys.version_info[:2] in ((3, 11), (3, 12)),
-                advice="" if sys.version_info[:2] in ((3, 11), (3, 12)) else "use Python 3.11 or 3.12"),
+        Finding(subject="Python", found=sys.version.split()[0], ok=fits,
+                advice="" if fits else "use a Python from 3.11 to 3.14"),
         Finding(subject="cores, memory", found=f"{os.cpu_count()}, {memory / 2**30:.0f} GiB", ok=True),
         Finding(subject=f"free space in {directory.absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
                 advice="" if free > 2**31 else "checkpoints and data need more"),

@@ -127,3 +127,21 @@ def test_readme_names_commands_that_exist():
     ).stdout
     for command in set(re.findall(r"^kit ([a-z]+)", readme, flags=re.MULTILINE)):
         assert command in help_text, f"README uses `kit {command}`, which does not exist"
+
+
+@pytest.mark.parametrize(("runs", "taken"), [(("3.13", "3.14"), "python3.13"), (("",), "python3"), ((), None)])
+def test_make_takes_a_python_that_runs_and_fits_or_names_the_way_to_one(runs, taken, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for version in ("3.11", "3.12", "3.13", "3.14", ""):
+        shim = tmp_path / "bin" / f"python{version or 3}"
+        shim.write_text(f"#!/bin/sh\nexit {0 if version in runs else 1}\n")
+        shim.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), ".venv/bin/python"]
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(
+        [*command, *["-n"] * (taken is not None)], cwd=tmp_path, env=path, capture_output=True, text=True
+    )
+    if taken:
+        assert done.stdout.splitlines()[-1] == f"{tmp_path}/bin/{taken} -m venv .venv"
+    else:
+        assert done.returncode and "make demo PYTHON=/path/to/python3" in done.stdout

@@ -30,7 +30,7 @@ ALLOWED = {
     ("torch", "Size"),
     ("pathlib", "PosixPath"),
 }
-"""What torch 2.11 to 2.13 write; all of them only hold values."""
+"""What torch 2.11 to 2.14 write; all of them only hold values."""
 
 
 class TensorsOnlyReader(FileSystemReader):
