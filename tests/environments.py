@@ -71,13 +71,13 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, packages: set[str]) -> Path:
-    """Returns the Python of a new environment in `folder` that holds the wheel and links to those packages."""
+    """Returns the Python of a new environment in `folder` that holds the wheel and links to pip and those packages."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
     place = folder / SITE_PACKAGES.relative_to(sys.prefix)
     files = {name: _files(distribution) for name, distribution in installed().items()}
     owners = Counter(top for names in files.values() for top in {name.parts[0] for name in names})
-    for package in packages:
+    for package in {*packages, "pip"}:
         for file in files[package]:
             whole = owners[file.parts[0]] == 1
             _link(SITE_PACKAGES, place, PurePosixPath(file.parts[0]) if whole else file)

