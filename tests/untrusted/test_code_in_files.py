@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import pickle
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -111,6 +112,15 @@ class TestOwnCheckpoints:
         (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
         seal(run)
         with pytest.raises(CheckpointError, match="BytesStorageMetadata"):
+            load_model(run)
+
+    def test_paths_are_read_as_python_3_13_names_them(self, run: Run) -> None:
+        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
+        written = pickle.dumps(metadata, protocol=2)
+        assert re.search(rb"cpathlib(\._local)?\nPosixPath", written)
+        for name in (b"cpathlib\n", b"cpathlib._local\n"):
+            (run.checkpoints.path(5) / METADATA).write_bytes(re.sub(rb"cpathlib(\._local)?\n", name, written))
+            seal(run)
             load_model(run)
 
     @pytest.mark.parametrize("place", ["../../../spec.json", "/etc/passwd", "..", ""])
