@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from cluster.record import write_atomic
 from kit.engines.process_group import start_process_group
+from kit.measure.timing import timed
 
 SIZES = (2**10, 2**20, 2**24)
 """Bytes of a message: the first gives the latency, the last the bandwidth."""
@@ -69,17 +69,9 @@ def _operations(group, ranks: int, device: torch.device) -> dict[str, Callable[[
 def _best(run: Callable[[Tensor], object], message: Tensor, group) -> float:
     """Returns the shortest time; ranks agree on the number of runs, so that none waits for ever."""
     run(message)
-    repeats = torch.tensor([max(3.0, SECONDS / max(_timed(run, message), 1e-6))], device=message.device)
+    repeats = torch.tensor([max(3.0, SECONDS / max(timed(lambda: run(message)), 1e-6))], device=message.device)
     dist.all_reduce(repeats, dist.ReduceOp.MIN, group=group)
-    return min(_timed(run, message) for _ in range(min(200, int(repeats))))
-
-
-def _timed(run: Callable[[Tensor], object], message: Tensor) -> float:
-    start = time.perf_counter()
-    run(message)
-    if message.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return min(timed(lambda: run(message)) for _ in range(min(200, int(repeats))))
 
 
 def main() -> int:

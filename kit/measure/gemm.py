@@ -17,8 +17,7 @@ def measure_gemm_flops_per_s(
 ) -> float:
     """Returns the best rate of a square matrix product on one CPU core, or on the current accelerator, in FLOP/s.
 
-    The best of many short runs on a single thread: a peak is what the device can do when nothing disturbs it, and
-    threads that wait for each other on a busy machine would make it look low and MFU high.
+    The best of many short runs on a single thread: a peak is what the device can do when nothing disturbs it.
 
     Args:
         dtype: fp32, bf16 or fp16.
@@ -27,23 +26,14 @@ def measure_gemm_flops_per_s(
     """
     import torch
 
+    from kit.measure.timing import best_within, one_thread
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZE if device.type == "cpu" else 16 * SIZE
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        a, b = torch.randn(size, size, device=device, dtype=kind), torch.randn(size, size, device=device, dtype=kind)
-        best, end = float("inf"), time.perf_counter() + seconds
-        while best == float("inf") or time.perf_counter() < end:  # a busy machine may take the core for all that time
-            start = clock()
-            torch.matmul(a, b)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, clock() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return 2 * size**3 / best
+    a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    with one_thread():
+        return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
 
 
 def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None) -> Fact:

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from cluster.record import Record, field_doc
 from cluster.site import Fact, Site
 from kit.measure.gemm import measure_gemm_flops_per_s
+from kit.measure.timing import timed
 
 SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
 """Share of the median of all nodes below which a node is called slow; links differ more than chips do."""
@@ -53,10 +53,8 @@ class NodeReport(Record):
         if len(self.nodes) < 3:
             return []
         found = []
-        for what, share, field in (
-            ("computes", SLOW_COMPUTE, "matmul_flops_per_s"),
-            ("sends", SLOW_LINK, "bytes_per_s"),
-        ):
+        compared = (("computes", SLOW_COMPUTE, "matmul_flops_per_s"), ("sends", SLOW_LINK, "bytes_per_s"))
+        for what, share, field in compared:
             rates = {node.node: getattr(node, field) for node in self.nodes if getattr(node, field)}
             median = statistics.median(rates.values()) if rates else 0.0
             found += [
@@ -118,7 +116,7 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
     if ranks == 1:
         return None
     tensor = torch.ones(_message_bytes(device) // 4, device=device)
-    seconds = _best_s(lambda: dist.all_reduce(tensor), device)
+    seconds = _best_s(lambda: dist.all_reduce(tensor))
     return 2 * (ranks - 1) / ranks * tensor.nbytes / max(_gather(seconds))
 
 
@@ -157,20 +155,13 @@ def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
         for request in dist.batch_isend_irecv(sends):
             request.wait()
 
-    return mine.nbytes / _best_s(exchange, device)
+    return mine.nbytes / _best_s(exchange)
 
 
-def _best_s(function: Callable[[], object], device: torch.device) -> float:
+def _best_s(function: Callable[[], object]) -> float:
     """Returns the shortest of some timed calls, after one that is not timed."""
-    best = float("inf")
-    for attempt in range(REPEATS + 1):
-        start = time.perf_counter()
-        function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if attempt:
-            best = min(best, time.perf_counter() - start)
-    return best
+    timed(function)
+    return min(timed(function) for _ in range(REPEATS))
 
 
 def _gather(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cluster
 from cluster.job import JobSpec
@@ -95,12 +96,8 @@ def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
         + ("unknown" if old is None else f"{old.value / 1e12:.3g}")
         for dtype, (old, new) in found.items()
     ]
-    AlertLog(run.directory / "alerts.jsonl").add(
-        [
-            Alert(kind="peak", level="warning", message=message, attempt=attempt, step=step, time=time.time())
-            for message in told
-        ]
-    )
+    about: dict[str, Any] = {"kind": "peak", "level": "warning", "attempt": attempt, "step": step, "time": time.time()}
+    AlertLog(run.directory / "alerts.jsonl").add([Alert(message=message, **about) for message in told])
 
 
 def to_toml(site: Site) -> str:
@@ -116,12 +113,8 @@ def to_toml(site: Site) -> str:
     lines += ["", "[device.peak_flops_per_s]"]
     lines += [fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()]
     for link in site.links.intra_node:
-        lines += [
-            "",
-            "[[links.intra_node]]",
-            f"num_devices = {link.num_devices}",
-            fact("bytes_per_s", link.bytes_per_s),
-        ]
+        lines += ["", "[[links.intra_node]]", f"num_devices = {link.num_devices}"]
+        lines.append(fact("bytes_per_s", link.bytes_per_s))
     return "\n".join(lines) + "\n"
 
 
@@ -156,16 +149,8 @@ def memory_bytes_per_s(seconds: float = 1.0) -> float:
     """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one thread."""
     import torch
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        b, c = torch.ones(TRIAD_NUMBERS), torch.ones(TRIAD_NUMBERS)
-        a = torch.empty_like(b)
-        best, end = float("inf"), time.perf_counter() + seconds
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            torch.add(b, c, out=a)
-            best = min(best, time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return 12 * TRIAD_NUMBERS / best
+    from kit.measure.timing import best_within, one_thread
+
+    a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
+    with one_thread():
+        return 12 * TRIAD_NUMBERS / best_within(seconds, lambda: torch.add(b, c, out=a))

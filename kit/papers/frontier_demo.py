@@ -5,7 +5,6 @@ processes share caches and memory, so a process alone is a little better off, wh
 """
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +84,19 @@ def _timed_attention() -> list[dict[str, Any]]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    threads, rows = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    try:
-        for length in LENGTHS:
-            query, key, value = (torch.randn(1, 4, length, 64, requires_grad=True) for _ in range(3))
-            for kernel, backend in (("fused", SDPBackend.FLASH_ATTENTION), ("scores written out", SDPBackend.MATH)):
-                seconds = []
-                for _ in range(REPETITIONS):
-                    start = time.perf_counter()
-                    with sdpa_kernel(backend):
-                        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-                        out.sum().backward()
-                    seconds.append(time.perf_counter() - start)
-                rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
-    finally:
-        torch.set_num_threads(threads)
+    from kit.measure.timing import one_thread, timed
+
+    def attend() -> None:
+        query, key, value = heads
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
+
+    rows = []
+    for length in LENGTHS:
+        heads = [torch.randn(1, 4, length, 64, requires_grad=True) for _ in ("queries", "keys", "values")]
+        for kernel, backend in (("fused", SDPBackend.FLASH_ATTENTION), ("scores written out", SDPBackend.MATH)):
+            with one_thread(), sdpa_kernel(backend):
+                seconds = [timed(attend) for _ in range(REPETITIONS)]
+            rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
     return rows
 
 
