@@ -5,19 +5,20 @@ from typing import Annotated, Literal
 
 import typer
 
-from kit.commands.options import JsonOption, print_record
+from kit.commands.options import JsonOption, RunArgument, print_record
 from kit.errors import ConfigError
 from kit.run import Run
 from kit.spec import ModelSpec
 
 app = typer.Typer()
+StepArgument = Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")]
 OutArgument = Annotated[Path, typer.Argument(help="folder to make: config.json and safetensors", metavar="OUT")]
 
 
 @app.command("export-hf")
 def export_hf(
-    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
-    step: Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")],
+    run: RunArgument,
+    step: StepArgument,
     out: OutArgument,
     precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="float32 is exact")] = "float32",
     tokenizer: Annotated[bool, typer.Option(help="with the tokenizer that it was trained with")] = True,
@@ -26,14 +27,13 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    chosen = _step(step)
-    _tell(export_run(Run.open(run), chosen, out, precision=precision, with_tokenizer=tokenizer), as_json)
+    _tell(export_run(Run.open(run), _step(step), out, precision=precision, with_tokenizer=tokenizer), as_json)
 
 
 @app.command("export-deepspeed")
 def export_deepspeed(
-    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
-    step: Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")],
+    run: RunArgument,
+    step: StepArgument,
     out: Annotated[Path, typer.Argument(help="folder to make", metavar="OUT")],
     as_json: JsonOption = False,
 ) -> None:

@@ -1,12 +1,12 @@
 """Commands on text: data build."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
-from kit.commands.options import JsonOption, console
+from kit.commands.options import JsonOption, tell
 from kit.errors import ConfigError
 
 app = typer.Typer()
@@ -49,7 +49,4 @@ def data_build(
         progress=not as_json,
         **limit,
     )
-    if as_json:
-        print(json.dumps(dataset.info.to_dict()))
-    else:
-        console().print(dataset)
+    tell(dataset.info.to_dict(), as_json, Text(repr(dataset)))

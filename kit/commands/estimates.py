@@ -1,8 +1,6 @@
 """Commands on estimates and machines: plan, validate, calibrate, bench, doctor."""
 
 import dataclasses
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +8,7 @@ import typer
 from rich.text import Text
 
 from cluster.record import ConfigError, write_atomic
-from kit.commands.options import JsonOption, console
+from kit.commands.options import JsonOption, console, facts_table, tell
 from kit.plan import EngineName
 from kit.show.terminal import Table
 
@@ -47,12 +45,9 @@ def plan(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         report.chosen.plan.write(out)
-    if as_json:
-        print(json.dumps(report.to_dict()))
-        return
-    _print_table(report.search.title, report.header, report.rows)
-    _print_table("", ("", ""), [(Text(label, style="dim"), text) for label, text in report.chosen.facts()])
-    if out is not None:
+    layouts = Table(*report.header, title=report.search.title, rows=report.rows)
+    tell(report.to_dict(), as_json, layouts, facts_table("", report.chosen.facts()))
+    if out is not None and not as_json:
         console().print(Text(f"Layout {choose} is in {out}."), soft_wrap=True)
 
 
@@ -71,12 +66,10 @@ def validate(
     found = validate_runs(rows, calibrate, seed)
     if rows is None:
         write_results("validate", found, command="kit validate", load_before=load)
-    if as_json:
-        print(json.dumps([item.to_dict() for item in found]))
-        return
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
     lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim")) for r in found]
-    _print_table("Estimates against measurements", ("", "found", "target", "met", ""), lines)
+    table = Table("", "found", "target", "met", "", title="Estimates against measurements", rows=lines)
+    tell([item.to_dict() for item in found], as_json, table)
 
 
 @app.command()
@@ -90,14 +83,13 @@ def calibrate(
     from kit.estimate.fit.calibrate import calibrate as fit
 
     found = fit(runs, Site.load(site) if site else None)
-    if as_json:
-        print(json.dumps({"coefficients": found.coefficients.to_dict(), "unidentified": list(found.unidentified),
-                          "num_runs": found.num_runs, "error": found.error}))  # fmt: skip
-        return
+    coefficients = found.coefficients.to_dict()
     rows = [(name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
-            for name, value in found.coefficients.to_dict().items()]  # fmt: skip
+            for name, value in coefficients.items()]  # fmt: skip
     title = f"{found.num_runs} runs, {found.error:.1%} mean error on them"
-    _print_table(title, ("coefficient", "value", "told by the runs"), rows)
+    record = {"coefficients": coefficients, "unidentified": found.unidentified, "num_runs": found.num_runs}
+    table = Table("coefficient", "value", "told by the runs", title=title, rows=rows)
+    tell({**record, "error": found.error}, as_json, table)
 
 
 @bench_app.command("site")
@@ -124,15 +116,11 @@ def bench_site(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))
-    if as_json:
-        print(site.to_json())
-        return
-    facts = [(f"peak {dtype}, FLOP/s", str(fact)) for dtype, fact in site.device.peak_flops_per_s.items()]
-    facts += [("memory, bytes/s", str(site.device.memory_bytes_per_s))]
-    facts += [
-        (f"within {link.num_devices} processes, bytes/s", str(link.bytes_per_s)) for link in site.links.intra_node
-    ]
-    _print_table(site.description, ("", ""), facts)
+    facts = {f"peak {dtype}, FLOP/s": str(fact) for dtype, fact in site.device.peak_flops_per_s.items()}
+    facts |= {"memory, bytes/s": str(site.device.memory_bytes_per_s)}
+    links = site.links.intra_node
+    facts |= {f"within {link.num_devices} processes, bytes/s": str(link.bytes_per_s) for link in links}
+    tell(site.to_dict(), as_json, facts_table(site.description, facts.items()))
 
 
 def _apply_peak(directory: Path, as_json: bool) -> None:
@@ -143,14 +131,12 @@ def _apply_peak(directory: Path, as_json: bool) -> None:
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
     mfu = metrics.summary().get("mfu")
-    if as_json:
-        peaks = {dtype: new.to_dict() for dtype, (_, new) in found.items()}
-        print(json.dumps({"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": metrics.why_no_mfu}))
-        return
-    rows = [(f"{dtype} peak, FLOP/s, before", str(old or "unknown")) for dtype, (old, _) in found.items()]
-    rows += [(f"{dtype} peak, FLOP/s, now", str(new)) for dtype, (_, new) in found.items()]
-    rows.append(("MFU, last 20 steps", f"{mfu:.1%}" if mfu is not None else f"none: {metrics.why_no_mfu or 'no step'}"))
-    _print_table(str(directory), ("", ""), rows)
+    peaks = {dtype: new.to_dict() for dtype, (_, new) in found.items()}
+    facts = {f"{dtype} peak, FLOP/s, before": str(old or "unknown") for dtype, (old, _) in found.items()}
+    facts |= {f"{dtype} peak, FLOP/s, now": str(new) for dtype, (_, new) in found.items()}
+    facts["MFU, last 20 steps"] = f"{mfu:.1%}" if mfu is not None else f"none: {metrics.why_no_mfu or 'no step'}"
+    record = {"peak_flops_per_s": peaks, "mfu": mfu, "why_no_mfu": metrics.why_no_mfu}
+    tell(record, as_json, facts_table(str(directory), facts.items()))
 
 
 @app.command()
@@ -162,12 +148,10 @@ def doctor(
     from kit.doctor import examine
 
     findings = examine(deep=deep)
-    if as_json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
-    else:
-        mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
-        rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
-        _print_table("This machine", ("", "", "found", "advice"), rows)
+    mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
+    rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
+    table = Table("", "", "found", "advice", title="This machine", rows=rows)
+    tell([dataclasses.asdict(finding) for finding in findings], as_json, table)
     raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
 
 
@@ -183,16 +167,6 @@ def _choices(settings: list[str]) -> dict[str, list[Any]]:
     choices: dict[str, list[Any]] = {}
     for setting in settings:
         name, _, values = setting.partition("=")
-        choices[name] = [int(value) if value.isdigit() else _word(value) for value in values.split(",")]
+        words = {"true": True, "false": False}
+        choices[name] = [int(v) if v.isdigit() else words.get(v.lower(), v) for v in values.split(",")]
     return choices
-
-
-def _word(value: str) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value)
-
-
-def _print_table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str | Text, ...]]) -> None:
-    table = Table(*header, title=title)
-    for row in rows:
-        table.add(*row)
-    console().print(table)

@@ -1,6 +1,5 @@
 """Commands on what runs have recorded: runs, export, sink, import."""
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ from kit.commands.options import (
     parse_settings,
     print_record,
     strict_json,
+    tell,
 )
 from kit.errors import RunError, kit_command
 from kit.run import Run
@@ -45,12 +45,10 @@ def runs(
     table = runs_table(folder)
     if compare:
         _compare(table.folder, compare, out, as_json)
-    elif as_json:
-        print(strict_json(table.to_dicts()))
-    elif watch:
+    elif watch and not as_json:
         _watch(folder)
     else:
-        console().print(_drawn(table))
+        tell(table.to_dicts(), as_json, _drawn(table))
 
 
 @app.command()
@@ -103,14 +101,11 @@ def import_(
     changes = parse_settings(settings)
     place = Site.load(site)
     report = import_log(log, out, format=format, site=place, spec=spec, changes=changes, follow=follow)
-    if as_json:
-        print(json.dumps(report.to_dict()))
-        return
     skipped = f", {report.skipped_lines} torn lines skipped" if report.skipped_lines else ""
-    console().print(f"{report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}.")
-    for note in report.notes:
-        console().print(Text(f"- {note}"))
-    hint("Watch:", "watch", out)
+    told = f"{report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}."
+    tell(report.to_dict(), as_json, told, *(Text(f"- {note}") for note in report.notes))
+    if not as_json:
+        hint("Watch:", "watch", out)
 
 
 def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) -> None:
@@ -148,9 +143,8 @@ def _drawn(table: "RunsTable") -> Table | str:
         return f"no run below {table.folder}"
     names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
     headings = [heading(name) for name in names]
-    drawn = Table(*headings, right=headings[2:])
-    for row in table.rows:
-        cells = {name: Text(show(name, row.get(name))) for name in names}
-        cells["state"].stylize(colours.get(row["state"], ""))
-        drawn.add(*cells.values())
-    return drawn
+    rows = [
+        [Text(show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else "") for name in names]
+        for row in table.rows
+    ]
+    return Table(*headings, rows=rows, right=headings[2:])

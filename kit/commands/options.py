@@ -2,10 +2,12 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from kit.errors import ConfigError, kit_command
@@ -52,15 +54,24 @@ def strict_json(value: Any) -> str:
     return json.dumps(named(value), allow_nan=False)
 
 
+def tell(values: Any, as_json: bool, *parts: RenderableType) -> None:
+    """Prints plain values as JSON, or else what people read, one part below the other."""
+    if as_json:
+        print(strict_json(values), flush=True)  # one that follows is read as it goes
+    else:
+        for part in parts:
+            console().print(part)
+
+
 def print_record(title: str, values: dict[str, Any], as_json: bool) -> None:
     """Prints keys and values as a table, or as JSON."""
-    if as_json:
-        print(json.dumps(values))
-        return
-    table = Table("", "", title=title)
-    for key, value in values.items():
-        table.add(Text(key, style="dim"), f"{value:,}" if isinstance(value, int) else str(value))
-    console().print(table)
+    texts = {key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in values.items()}
+    tell(values, as_json, facts_table(title, texts.items()))
+
+
+def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+    """Returns names and what is known of them as a table."""
+    return Table("", "", title=title, rows=[(Text(name, style="dim"), text) for name, text in facts])
 
 
 def hint(text: str, name: str, *words: str | Path) -> None:

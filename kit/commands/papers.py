@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from cluster.record import ConfigError
-from kit.commands.options import JsonOption, console
+from kit.commands.options import JsonOption, console, tell
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.show.terminal import PlainConsole, Table
 
@@ -32,13 +32,9 @@ def figures(
         return
     if own:
         raise ConfigError("--run: a list has no use for runs. Name a folder for the figures too: --out FOLDER.")
-    if as_json:
-        print(json.dumps({name: figure.title for name, figure in FIGURES.items()}))
-        return
-    table = Table("name", "in the paper", "what it shows", title="kit figure NAME")
-    for name, figure in FIGURES.items():
-        table.add(name, figure.paper, figure.title)
-    console().print(table)
+    rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
+    table = Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows)
+    tell({name: title for name, _, title in rows}, as_json, table)
 
 
 def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cluster.job import Job
-from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json
+from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json, tell
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, plain
@@ -89,15 +89,12 @@ def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
     from kit.monitor.text import COLOURS_OF_LEVELS, recorded_alerts
 
     found = recorded_alerts(Run.open(run))
-    if as_json:
-        print(strict_json([alert.to_dict() for alert in found]))
-        return
     table = Table("time", "kind", "attempt", "step", "message", right=("attempt", "step"))
     for alert in found:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(alert.time))
         cells = (when, alert.kind, str(alert.attempt), f"{alert.step:,}", alert.message)
         table.add(*cells, style=COLOURS_OF_LEVELS[alert.level])
-    console().print(table if found else "No alerts.")
+    tell([alert.to_dict() for alert in found], as_json, table if found else "No alerts.")
 
 
 @app.command()

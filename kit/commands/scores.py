@@ -1,13 +1,12 @@
 """Commands on scores: eval."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from kit.commands.options import JsonOption, console
+from kit.commands.options import JsonOption, console, tell
 from kit.errors import ConfigError
 from kit.run import Run
 from kit.show.terminal import Table
@@ -110,21 +109,13 @@ def _data(mirror: Path | None, as_json: bool) -> None:
     folder = mirror or default_mirror()
     manifest = build_mirror(folder)
     rows = mirror_table(folder)
-    if as_json:
-        print(json.dumps({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}))
-        return
-    table = Table(*rows[0], title=f"Benchmark data in {folder}")
-    for row in rows:
-        table.add(*row.values())
-    console().print(table)
-    console().print(Text("Hashes, sources and licences of all files: manifest.json in that folder."))
+    table = Table(*rows[0], title=f"Benchmark data in {folder}", rows=[row.values() for row in rows])
+    more = Text("Hashes, sources and licences of all files: manifest.json in that folder.")
+    tell({"folder": str(folder), "benchmarks": rows, **manifest.to_dict()}, as_json, table, more)
 
 
 def _follow(run: Run, tasks: str | tuple[str, ...], options: dict[str, Any], submit: bool, as_json: bool) -> None:
     from kit.evaluate.follow import follow_run
 
     for found in follow_run(run, tasks, submit=submit, **options):
-        if as_json:
-            print(json.dumps(found.to_dict()), flush=True)
-        else:
-            console().print(Text(found.line()))
+        tell(found.to_dict(), as_json, Text(found.line()))

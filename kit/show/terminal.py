@@ -91,16 +91,21 @@ class Table:
 
     Args:
         columns: their names; "" for a column that explains itself.
+        rows: cells of each, plain words or styled texts; brackets are no markup.
         right: names of those that are aligned right.
         title: a line above.
     """
 
-    def __init__(self, *columns: str, right: Iterable[str] = (), title: str = "") -> None:
+    def __init__(
+        self, *columns: str, rows: Iterable[Iterable[str | Text]] = (), right: Iterable[str] = (), title: str = ""
+    ) -> None:
         self.columns, self.right, self.title = columns, frozenset(right), title
         self.rows: list[tuple[list[Text], str]] = []
+        for cells in rows:
+            self.add(*cells)
 
     def add(self, *cells: str | Text, style: str = "") -> None:
-        """Adds a row of plain words or styled texts; brackets are no markup."""
+        """Adds a row, of which the whole has a style."""
         self.rows.append(([cell if isinstance(cell, Text) else Text(cell) for cell in cells], style))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
