@@ -117,16 +117,13 @@ def main(arguments: list[str] | None = None) -> int:
         code = 130
     results = {"executed notebook": executed, "page": write_html(executed)}
     for directory in sorted(set(runs.glob("*")) - before):
-        results |= {f"run {directory.name}": directory, "figure": _existing(directory / "figure.png")}
+        figure = directory / "figure.png"
+        results |= {f"run {directory.name}": directory, "figure": figure if figure.exists() else None}
         _say_if_alive(directory, console)
     for name, place in results.items():
         if place is not None:
             console.print(f"{name:>22}  {place}", soft_wrap=True)
     return code
-
-
-def _existing(file: Path) -> Path | None:
-    return file if file.exists() else None
 
 
 def _say_if_alive(directory: Path, console: Console) -> None:

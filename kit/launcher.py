@@ -134,21 +134,16 @@ def _alone(directory: Path) -> Iterator[None]:
         except OSError as error:
             raise RunError(f"{directory} cannot be written: {error.strerror}. Use another run directory.") from error
         stack.callback(os.close, handle)
-        with contextlib.suppress(OSError):  # where the file system has no locks, the attempt's owner decides
-            if not _lock(handle):
-                raise RunError(f"{directory} is being launched by another process. Use that run, or another run "
-                               f"directory.")  # fmt: skip
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            told = "is being launched by another process. Use that run, or another run directory."
+            raise RunError(f"{directory} {told}") from error
+        except OSError:  # where the file system has no locks, the attempt's owner decides
+            pass
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield
-
-
-def _lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _newest_whole(checkpoints: Checkpoints) -> int | None:

@@ -203,12 +203,13 @@ def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
     for old in [file for pattern in kept for file in out.glob(pattern)]:  # of an earlier import of the same log
         old.unlink()
     out.mkdir(parents=True, exist_ok=True)
-    for name, record in (("plan", asked.plan), ("recipe", asked.recipe), ("site", site), ("spec", asked.spec)):
-        record.write(out / f"{name}.json")
+    run = Run(out, spec=asked.spec, plan=asked.plan, recipe=asked.recipe, site=site)
+    for name, text in run.asked().items():
+        write_atomic(out / name, text)
     job = JobSpec(name=f"import of {log.name}", run_dir=str(out), argv=("kit", "import", str(log)),
                   num_processes=asked.plan.num_devices)  # fmt: skip
     job.write(out / "job.json")
-    return Run.open(out)
+    return run
 
 
 def _tell_state(run: Run, recorder: StepRecorder, reader: LogReader, following: bool) -> None:

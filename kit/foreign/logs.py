@@ -119,10 +119,10 @@ class MegatronLog:
         if "iteration" in line and self.STARTED.search(line):
             return self._step(line)
         if "validation loss" in line and (found := self.VALIDATION.search(line)):
-            loss = _number(found[2])
+            loss = number(found[2])
             return [] if loss is None else [LoggedStep(step=int(found[1]), validation_loss=loss)]
         if "memory (MB)" in line and (found := self.MEMORY.search(line)):
-            allocated = _number(found[1]) or 0.0
+            allocated = number(found[1]) or 0.0
             self._memory_bytes = max(self._memory_bytes or 0, int(allocated * 2**20))
         elif "- arguments -" in line:  # the block that every start of the trainer prints
             self.starts += 1
@@ -211,7 +211,7 @@ class NxdtLog:
     def _bar(self, bar: re.Match) -> list[LoggedStep]:
         pairs = [part.partition("=") for part in bar["fields"].split(",") if "=" in part]
         texts = {name.strip(): value.strip() for name, _, value in pairs}
-        fields = {name: number for name, text in texts.items() if (number := _number(text)) is not None}
+        fields = {name: value for name, text in texts.items() if (value := number(text)) is not None}
         if "reduced_train_loss" not in fields or "global_step" not in fields:
             self.skipped_lines += "global_step" not in fields
             return []
@@ -245,7 +245,7 @@ class NxdtLog:
 
     def _log(self, line: str) -> list[LoggedStep]:
         found = self.LOG.search(line)
-        fields = {name: _number(text) for name, text in re.findall(r"([\w-]+) : (\S+)", found[4])} if found else {}
+        fields = {name: number(text) for name, text in re.findall(r"([\w-]+) : (\S+)", found[4])} if found else {}
         time = _unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
         if not found or fields.get("step_loss") is None or fields.get("throughput") is None or time is None:
             self.skipped_lines += 1
@@ -273,8 +273,8 @@ def _fields(body: str) -> dict[str, float] | None:
         name, colon, text = part.rpartition(":")
         if name.strip() in fields:
             return None
-        if colon and (number := _number(text)) is not None:
-            fields[name.strip()] = number
+        if colon and (value := number(text)) is not None:
+            fields[name.strip()] = value
     return fields
 
 
@@ -286,9 +286,10 @@ def _step_time(fields: dict[str, float]) -> float | None:
     return None
 
 
-def _number(text: str) -> float | None:
+def number(text: str | None) -> float | None:
+    """Returns a word of a log as a number, None where it is none."""
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:
         return None
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from cluster.record import ConfigError
-from kit.foreign.logs import LoggedStep, MegatronLog, NxdtLog
+from kit.foreign.logs import LoggedStep, MegatronLog, NxdtLog, number
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -199,13 +199,12 @@ def _told_plan(arguments: dict[str, str], notes: list[str]) -> dict[str, Any]:
 
 def _recipe(arguments: dict[str, str], logged: list[LoggedStep], given: dict[str, Any]) -> Recipe:
     told: dict[str, Any] = {}
-    for argument, name in RECIPE_ARGUMENTS.items():
-        number = _number(arguments.get(argument))
-        told |= {} if number is None else {name: number}
+    found = {name: number(arguments.get(argument)) for argument, name in RECIPE_ARGUMENTS.items()}
+    told |= {name: value for name, value in found.items() if value is not None}
     seen = [step.learning_rate for step in logged if step.learning_rate]
     told["learning_rate"] = told.get("learning_rate") or max(seen, default=3e-4)
     told["min_learning_rate"] = min(told.get("min_learning_rate", 0.0), told["learning_rate"])
-    clip = _number(arguments.get("clip_grad"))
+    clip = number(arguments.get("clip_grad"))
     told |= {} if clip is None else {"gradient_clip": clip or None}
     told |= {"seed": int(arguments["seed"])} if arguments.get("seed", "").isdigit() else {}
     last = max(step.step for step in logged)
@@ -223,12 +222,5 @@ def _interval(arguments: dict[str, str], logged: list[LoggedStep]) -> int:
 
 
 def _whole(arguments: dict[str, str], name: str, default: int) -> int:
-    number = _number(arguments.get(name))
-    return default if number is None else int(number)
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+    found = number(arguments.get(name))
+    return default if found is None else int(found)

@@ -21,6 +21,7 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog, Level
 from kit.run.checkpoint import BYTES_PER_PARAM
 from kit.run.columns import Columns
+from kit.run.metrics import median
 from kit.trainer.spikes import spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
@@ -55,9 +56,9 @@ class Watchman:
         for row in not_finite(columns, start, end):
             name = "grad_norm" if np.isfinite(columns["loss"][row]) else "loss"
             yield _at(columns, row, "nan", "error", f"{name.replace('_', ' ')} is not finite")
-        for row, median in spikes(columns["loss"][:end], start):
+        for row, before in spikes(columns["loss"][:end], start):
             loss = columns["loss"][row]
-            yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {median:.3g})")
+            yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {before:.3g})")
 
     def _peak(self, curves: Curves) -> Iterator[Alert]:
         """Judges the record, not the machine: of a run that has ended too."""
@@ -98,13 +99,10 @@ class Watchman:
             self._rows, self._rows_since = len(columns), time.monotonic()
         if len(columns) < 5:
             return None  # the first steps compile
-        median = (
-            float(np.nanmedian(columns["step_time_s"][-50:])) if np.isfinite(columns["step_time_s"][-50:]).any() else 0
-        )
-        silent = time.monotonic() - self._rows_since
-        if silent <= max(STALL_S, STALL_STEPS * median):
+        usual, silent = median(columns["step_time_s"][-50:]) or 0, time.monotonic() - self._rows_since
+        if silent <= max(STALL_S, STALL_STEPS * usual):
             return None
-        return "stall", "warning", f"no step for {silent:.0f} s, where one takes {median:.3g} s"
+        return "stall", "warning", f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
 
     def _mfu(self, curves: Curves) -> tuple[str, Level, str] | None:
         recent = _finite(curves["mfu"][-MFU_STEPS:])
@@ -147,11 +145,8 @@ class Watchman:
         newest = max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
         if step - newest <= CHECKPOINT_LATE * every:
             return None
-        return (
-            "checkpoint",
-            "warning",
-            f"the last checkpoint is {step - newest:,} steps old, one is due every {every:,}",
-        )
+        old = step - newest
+        return "checkpoint", "warning", f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
 
 
 def peak_advice(run: Run) -> str:

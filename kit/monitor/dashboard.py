@@ -22,8 +22,9 @@ from kit.monitor.alerts import Watchman, peak_advice
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
-from kit.run.columns import CHUNK_BYTES, Columns
-from kit.run.metrics import utilisation_rates
+from kit.run.columns import Columns
+from kit.run.metrics import median, utilisation_rates
+from kit.run.tail import CHUNK_BYTES
 
 MAX_WIDTH = 2400
 ALERTS_SHOWN = 50
@@ -181,8 +182,8 @@ class Dashboard:
             return {"step": 0}
         columns, curves, plan = self.columns, self.curves, self.run.plan
         recent = slice(-20, None)
-        step_time, mfu = _median(columns["step_time_s"][recent]), _median(curves["mfu"][recent])
-        speed, steps = _median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
+        step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
+        speed, steps = median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
         left = max(0, steps - int(columns["step"][-1]))
         memory, price = self.run.site.device.memory_bytes, self.run.site.price_per_node_hour
         hours = float(np.nansum(columns["step_time_s"])) / 3600
@@ -191,7 +192,7 @@ class Dashboard:
             "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
             "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
             "tokens": int(curves["tokens"][-1]), "tokens_left": _plain(columns["tokens"][-1] * left),
-            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": _median(curves["hfu"][recent]),
+            "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": median(curves["hfu"][recent]),
             "why_no_mfu": self.why_no_mfu,
             "eta_s": left * step_time if step_time is not None and not self.status.state.is_final else None,
             "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
@@ -285,11 +286,6 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 def _plain(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _median(values: np.ndarray) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else None
 
 
 def _mean(values: np.ndarray) -> float | None:

@@ -10,6 +10,7 @@ import numpy as np
 from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
 from kit.run import Run
+from kit.run.columns import first_steps, supersede
 from kit.run.metrics import Metrics
 from kit.run.rows import MetricsFollower, rows_to_metrics
 
@@ -29,7 +30,7 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
     """
     import pyarrow
 
-    recorded = _recorded(run)
+    recorded = [row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows]
     kept = recorded if every_attempt else _newest(recorded)
     metrics = rows_to_metrics(kept, spec=run.spec, plans=run.plans(), site=run.site, other_sites=run.other_sites())
     names = list(metrics.columns) + sorted({name for row in kept for name in row} - set(metrics.columns))
@@ -79,26 +80,15 @@ def _write(table: Any, file: Path, format: str) -> None:
         parquet.write_table(table, file, compression="zstd")
 
 
-def _recorded(run: Run) -> list[dict[str, Any]]:
-    return [row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows]
-
-
 def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns each step once: a newer attempt's rows replace all that older ones did from its first step on."""
-    first: dict[int, int] = {}
-    for row in rows:
-        first[row["attempt"]] = min(row["step"], first.get(row["attempt"], row["step"]))
-    start_of_newer, bound = {}, float("inf")
-    for attempt in sorted(first, reverse=True):
-        start_of_newer[attempt] = bound
-        bound = min(bound, first[attempt])
-    kept = {row["step"]: row for row in rows if row["step"] < start_of_newer[row["attempt"]]}
-    return [kept[step] for step in sorted(kept)]
+    places = np.array([[row["step"], row["attempt"], i] for i, row in enumerate(rows)], float).reshape(-1, 3).T
+    return [rows[int(i)] for i in supersede(places, first_steps(places, {}))[2]]
 
 
 def _derived(metrics: Metrics, total: bool) -> dict[str, np.ndarray]:
     derived = {"tokens_per_s": metrics.tokens_per_s}
-    derived |= {"total_tokens": np.nancumsum(metrics["tokens"]).astype(np.int64)} if total else {}
+    derived |= {"total_tokens": metrics.total_tokens} if total else {}
     utilisations = {"mfu": metrics.mfu(), "hfu": metrics.hfu()}
     return derived | {name: values for name, values in utilisations.items() if values is not None}
 

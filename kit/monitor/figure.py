@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.monitor.curves import Average
 from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
@@ -14,6 +15,8 @@ from kit.show.style import new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 EMA_STEPS = 5
+OFFSET = {"textcoords": "offset points", "color": GREY}
+AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
 def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
@@ -62,14 +65,7 @@ def smooth(values: np.ndarray, steps: int = EMA_STEPS) -> np.ndarray:
 
     What is not finite is left out of the average and is a gap, NaN, in the result.
     """
-    decay, total, weight = 1 - 1 / steps, 0.0, 0.0
-    result = np.full_like(values, np.nan)
-    for i, value in enumerate(values):
-        if not math.isfinite(value):
-            continue
-        total, weight = decay * total + value, decay * weight + 1
-        result[i] = total / weight
-    return result
+    return np.where(np.isfinite(values), Average(1 - 1 / steps).update(values), np.nan)
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
@@ -92,25 +88,12 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
         axis.plot(lost, np.ones(len(lost)), label=f"not finite ({len(lost):,})", **style)
     held_out = ~np.isnan(table["validation_loss"])
     if held_out.any():
-        axis.plot(
-            table["step"][held_out],
-            table["validation_loss"][held_out],
-            "o",
-            color=VERMILION,
-            markerfacecolor="white",
-            label="held-out text",
-        )
+        x, y = table["step"][held_out], table["validation_loss"][held_out]
+        axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held-out text")
     for name, loss in baselines.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
-        axis.annotate(
-            f"{short(name)} {loss:.2f}",
-            (1, loss),
-            xycoords=("axes fraction", "data"),
-            xytext=(-2, 3),
-            textcoords="offset points",
-            ha="right",
-            color=GREY,
-        )
+        text, beside = f"{short(name)} {loss:.2f}", ("axes fraction", "data")
+        axis.annotate(text, (1, loss), xycoords=beside, xytext=(-2, 3), ha="right", **OFFSET)
     axis.legend(loc="upper right", frameon=True)
 
 
@@ -127,14 +110,8 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
         level = scale * known
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
         text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
-        axis.annotate(
-            f"{text}\n{_layout(plans[attempt])}" if attempt in plans else text,
-            (table["step"][here].mean(), 0.98),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="top",
-            color=GREEN,
-        )
+        text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""
+        axis.annotate(text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP)
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
         top = np.nanmax(values, initial=1)
@@ -154,11 +131,4 @@ def _mark_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
     for attempt in np.unique(table["attempt"])[1:]:
         first = table["step"][table["attempt"] == attempt][0]
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
-        axis.annotate(
-            f"attempt {attempt}",
-            (first - 0.5, 0),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 4),
-            textcoords="offset points",
-            color=GREY,
-        )
+        axis.annotate(f"attempt {attempt}", (first - 0.5, 0), xytext=(3, 4), **AT_STEP, **OFFSET)

@@ -1,7 +1,8 @@
 """The end of a rank's log, and the lines in it that hold a word; a log of any size costs the same."""
 
-import os
 from pathlib import Path
+
+from kit.run.tail import last_lines
 
 TAIL_BYTES, SEARCH_BYTES = 32 * 2**10, 16 * 2**20
 MAX_LINES = 200
@@ -19,13 +20,5 @@ def search(file: Path, text: str) -> str:
 
 
 def _lines(file: Path, limit_bytes: int) -> list[str]:
-    try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - limit_bytes))
-            text = stream.read(limit_bytes).decode(errors="replace")
-    except OSError:
-        return []
     # Progress bars return to the start of the line; only what they showed last is of interest.
-    lines = [line.rsplit("\r", 1)[-1] for line in text.split("\n")]
-    return lines[1:] if size > limit_bytes else lines
+    return [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in last_lines(file, limit_bytes)]

@@ -16,14 +16,14 @@ from cluster.state import JobError
 from kit.errors import RunError, kit_command
 from kit.monitor.figure import smooth
 from kit.run import Run
-from kit.run.metrics import median
-from kit.run.rows import parse_row, rows_to_metrics
+from kit.run.columns import parse_row
+from kit.run.rows import rows_to_metrics
+from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
 from kit.show.terminal import number
 from kit.show.theme import HUES
 
 MAX_COMPARED = 8
-RECENT_STEPS = 20
 TAIL_BYTES = 64 << 10
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
 DASHES = ("solid", (0, (5, 2)))
@@ -114,17 +114,9 @@ def live_row(run: Run) -> dict[str, Any]:
     if not newest:
         return {**row, "step": 0}
     metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site)
-    mfu, last, recent = metrics.mfu(), newest[-1], slice(-RECENT_STEPS, None)
     if metrics.why_no_mfu == "above the peak":
         row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('alerts', run.directory)}"
-    return {
-        **row,
-        "step": last["step"],
-        "loss": float(metrics["loss"][-1]),
-        "tokens_per_s": median(metrics.tokens_per_s[recent]),
-        "mfu": None if mfu is None else median(mfu[recent]),
-        "attempt": last["attempt"],
-    }
+    return {**row, **metrics.summary()}
 
 
 def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
@@ -176,14 +168,8 @@ def show(column: str, value: Any) -> str:
 
 def _newest_rows(run: Run) -> list[dict[str, Any]]:
     """Returns rows of the newest attempt, in step order, from the end of the file."""
-    try:
-        with (run.directory / "metrics.jsonl").open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            lines = stream.read().splitlines()
-    except OSError:
-        return []
-    rows = [row for row in map(parse_row, lines) if row is not None]  # a first line that was cut is none
+    lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
+    rows = [row for row in map(parse_row, lines) if row is not None]
     newest = max((row["attempt"] for row in rows), default=0)
     return sorted((row for row in rows if row["attempt"] == newest), key=lambda row: row["step"])
 

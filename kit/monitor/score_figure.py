@@ -31,7 +31,7 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
         for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
-    return figure, [row for curve in curves for row in _rows(curve)]
+    return figure, [row for curve in curves for row in curve.rows()]
 
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
@@ -67,13 +67,3 @@ def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
 
 def _others(curves: list[ScoreCurve]) -> list[ScoreCurve]:
     return [curve for curve in curves if curve not in _accuracies(curves)]
-
-
-def _rows(curve: ScoreCurve) -> list[dict[str, Any]]:
-    numbers = {name: getattr(curve, name) for name in ("tokens", "score", "stderr", "low", "high")}
-    return [
-        {"task": curve.name, "metric": curve.metric, "step": int(step)}
-        | {name: float(values[i]) for name, values in numbers.items()}
-        | {"partial": bool(curve.partial[i])}
-        for i, step in enumerate(curve.step)
-    ]

@@ -25,8 +25,6 @@ class ScoreCurve:
     high: np.ndarray  # its upper end
     partial: np.ndarray  # bool: a part of the items was scored
     chance: float  # accuracy of guessing; NaN where there is nothing to guess
-    seconds: np.ndarray  # time to score
-
     temperature: float = 0.0  # of sampled texts
 
     @property
@@ -34,6 +32,16 @@ class ScoreCurve:
         """Task, shots and temperature, for a legend."""
         shots = f", {self.num_fewshot} shots" if self.num_fewshot else ""
         return f"{self.task}{shots}" + (f", temperature {self.temperature:g}" if self.temperature else "")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each checkpoint; NaN is what is not known."""
+        numbers = {name: getattr(self, name) for name in ("tokens", "score", "stderr", "low", "high")}
+        return [
+            {"task": self.name, "metric": self.metric, "step": int(step)}
+            | {name: float(values[i]) for name, values in numbers.items()}
+            | {"partial": bool(self.partial[i])}
+            for i, step in enumerate(self.step)
+        ]
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
@@ -75,29 +83,14 @@ def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
         high=column([metric.high for metric in metrics]),
         partial=np.array([score.partial for _, score in points]),
         chance=float("nan") if first.chance is None else first.chance,
-        seconds=column([score.seconds for _, score in points]),
         temperature=first.temperature,
     )
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task, as plain values: metric, score, stderr, 95 % interval, step, partial."""
-
-    def last(values: np.ndarray) -> float | None:
-        return None if np.isnan(values[-1]) else float(values[-1])
-
-    return {
-        curve.name: {
-            "metric": curve.metric,
-            "score": float(curve.score[-1]),
-            "stderr": last(curve.stderr),
-            "low": last(curve.low),
-            "high": last(curve.high),
-            "step": int(curve.step[-1]),
-            "partial": bool(curve.partial[-1]),
-        }
-        for curve in eval_curve(run)
-    }
+    """Returns the newest score of each task, a row as of `ScoreCurve.rows` with None for what is not known."""
+    last = {curve.name: curve.rows()[-1] for curve in eval_curve(run)}
+    return {name: {key: None if value != value else value for key, value in row.items()} for name, row in last.items()}
 
 
 class ScoreFollower:

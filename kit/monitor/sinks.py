@@ -22,7 +22,8 @@ from cluster.state import JobError
 from kit.errors import MissingPackageError
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.run.rows import MetricsFollower, is_number, number, rows_to_metrics
+from kit.run.columns import is_number, number
+from kit.run.rows import MetricsFollower, rows_to_metrics
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
@@ -183,7 +184,7 @@ def copy_metrics(
     folder = run.directory / to
     state = _start(folder)
     sink = SINKS[to](run, folder, state)
-    _write_state(folder, state)
+    state.write(folder / "sink.json")
     follower = MetricsFollower(run.directory / "metrics.jsonl", state.offset)
     score_follower = ScoreFollower(run, state.scores)
     copied, attempts, end = 0, set(), "everything is copied"
@@ -207,7 +208,7 @@ def copy_metrics(
     finally:
         sink.close()
     if run.directory.is_dir():  # only now is everything in its files
-        _write_state(folder, state.replace(offset=follower.offset, scores=score_follower.seen))
+        state.replace(offset=follower.position, scores=score_follower.seen).write(folder / "sink.json")
     return SinkReport(
         to=to, folder=str(folder), rows=copied, attempts=tuple(sorted(attempts)), end=end,
         skipped_lines=follower.skipped_lines,
@@ -221,10 +222,6 @@ def _start(folder: Path) -> SinkState:
     except ConfigError:  # the first start, or damaged: everything is copied again, nothing is lost
         last = SinkState(identity=secrets.token_hex(4))
     return last.replace(starts=last.starts + 1)
-
-
-def _write_state(folder: Path, state: SinkState) -> None:
-    state.write(folder / "sink.json")
 
 
 def _is_over(run: Run) -> bool:

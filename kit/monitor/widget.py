@@ -18,7 +18,7 @@ import traitlets
 from kit.monitor.bundle import source
 from kit.monitor.dashboard import Dashboard, View
 from kit.run import Run
-from kit.run.columns import CHUNK_BYTES
+from kit.run.tail import CHUNK_BYTES
 from kit.show.style import short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 

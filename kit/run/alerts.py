@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Literal
 
 from cluster.record import ConfigError, Record, field_doc
+from kit.run.tail import Tail
 
 SAME_WITHIN_STEPS, SAME_WITHIN_S = 50, 600.0
 
@@ -39,32 +39,27 @@ class Alert(Record):
         return abs(self.time - other.time) <= SAME_WITHIN_S
 
 
-class AlertLog:
+class AlertLog(Tail):
     """The alerts of a run, oldest first; several watchers may write, each event is listed once."""
 
     def __init__(self, file: Path) -> None:
-        self.file, self.alerts = file, []
-        self._position = 0
+        super().__init__(file)
+        self.alerts: list[Alert] = []
         self.read()
 
     def read(self) -> list[Alert]:
         """Takes over what others have written since the last time, and returns all alerts."""
-        try:
-            with self.file.open("rb") as stream:
-                if stream.seek(0, os.SEEK_END) < self._position:
-                    self._position, self.alerts = 0, []
-                stream.seek(self._position)
-                text = stream.read()
-        except OSError:
-            return self.alerts
-        whole = text[: text.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
-            try:
-                self._take(Alert.from_json(line.decode()))
-            except (ConfigError, UnicodeDecodeError, RecursionError):  # torn, or of another version
-                continue
+        while lines := self.new_lines():
+            for line in lines.splitlines():
+                try:
+                    self._take(Alert.from_json(line.decode()))
+                except (ConfigError, UnicodeDecodeError, RecursionError):  # torn, or of another version
+                    continue
         return self.alerts
+
+    def restart(self) -> None:
+        super().restart()
+        self.alerts = []
 
     def add(self, alerts: list[Alert]) -> list[Alert]:
         """Writes those that are new, and returns them; where that is not possible, only the record is lost."""

@@ -174,7 +174,13 @@ class Checkpoints:
         Raises:
             CheckpointError: a shape differs.
         """
-        _check_same_model(manifest.spec, spec, self.path(manifest.step))
+        saved, wanted = manifest.spec.to_dict(), spec.to_dict()
+        for key in wanted.keys() - {"name", "init_std", "scaled_init"}:
+            if saved[key] != wanted[key]:
+                raise CheckpointError(
+                    f"{self.path(manifest.step)} is of another model: spec.{key} is {saved[key]!r} there and "
+                    f"{wanted[key]!r} here. Use the run's own spec, or a new run directory."
+                )
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
         """Makes a checkpoint whose files are written count, unless a newer attempt has taken over the run."""
@@ -237,16 +243,6 @@ def _seal(manifest: dict[str, Any]) -> int:
     """Returns the CRC-32 of a manifest's content but for itself."""
     others = {name: value for name, value in manifest.get("checksums", {}).items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
-
-
-def _check_same_model(saved: ModelSpec, wanted: ModelSpec, path: Path) -> None:
-    free = {"name", "init_std", "scaled_init"}
-    for key, value in wanted.to_dict().items():
-        if key not in free and saved.to_dict()[key] != value:
-            raise CheckpointError(
-                f"{path} is of another model: spec.{key} is {saved.to_dict()[key]!r} there and {value!r} here. "
-                f"Use the run's own spec, or a new run directory."
-            )
 
 
 def cause(error: BaseException) -> str:

@@ -1,41 +1,40 @@
 """Columns: metrics.jsonl as NumPy columns that grow with the file, and a cache so that a long run opens at once.
 
 The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what an older one did after its first. Only
-new bytes are read each time. A torn last line waits for its end; a file that was cut or replaced is read afresh.
+new bytes are read each time.
 """
 
 import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
+
+from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps")
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
-CHUNK_BYTES = 8 * 2**20
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
-FINGERPRINT_BYTES = 256
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
 CACHE_VERSION = 1
 
 
-class Columns:
+class Columns(Tail):
     """The steps of a metrics file, each once, by step; `columns["loss"]` is float64, NaN where a line has none.
 
     Attributes:
         revision: changes whenever rows that were there before have changed (a new attempt, a replaced file).
         skipped_lines: torn or foreign lines so far.
         first_steps: first step of each attempt.
-        position: bytes read so far.
     """
 
     def __init__(self, file: Path, cache: Path | None = None) -> None:
-        self.file, self.cache = file, cache
-        self.revision, self._cached_rows = 0, -1
-        self._reset()
+        super().__init__(file)
+        self.cache, self.revision, self._cached_rows = cache, 0, -1
+        self.restart()
 
     def __len__(self) -> int:
         return self._rows
@@ -46,27 +45,13 @@ class Columns:
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there is more to read."""
         self.load_cache()
-        try:
-            with self.file.open("rb") as stream:
-                size = stream.seek(0, os.SEEK_END)
-                if size == self.position:
-                    return False
-                if size < self.position or not self._same_file(stream):
-                    self._reset()
-                stream.seek(self.position)
-                text = stream.read(limit_bytes)
-        except OSError:  # not there yet, or the run directory was removed while watched: what was read stays
+        text = self.new_lines(limit_bytes)
+        if not text:
             return False
-        end = text.rfind(b"\n") + 1
-        if not end and len(text) < limit_bytes:
-            return False  # a line that is being written
-        whole = text[:end] if end else text
-        rows, skipped = parse_lines(whole)
+        rows, skipped = parse_lines(text)
         self.skipped_lines += skipped
         self._append(rows)
-        self.position += len(whole)
-        self._tail = (self._tail + whole)[-FINGERPRINT_BYTES:]
-        return self.position < size and bool(end)
+        return self.unread_bytes > 0
 
     def read_all(self) -> "Columns":
         """Reads everything that is there, and returns itself."""
@@ -80,7 +65,7 @@ class Columns:
             return False
         header = {
             "version": CACHE_VERSION, "names": NAMES, "rows": len(self), "position": self.position,
-            "tail": self._tail.hex(), "skipped_lines": self.skipped_lines,
+            "tail": self._last.hex(), "skipped_lines": self.skipped_lines,
             "first_steps": list(self.first_steps.items()),
         }  # fmt: skip
         temporary = self.cache.with_name(f".{self.cache.name}.{os.getpid()}")
@@ -96,14 +81,6 @@ class Columns:
             return False
         self._cached_rows = len(self)
         return True
-
-    @property
-    def unread_bytes(self) -> int:
-        """How much of the file waits to be read."""
-        try:
-            return max(0, self.file.stat().st_size - self.position)
-        except OSError:
-            return 0
 
     def load_cache(self) -> None:
         """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
@@ -127,30 +104,20 @@ class Columns:
                 data = np.empty((len(NAMES), rows + max(1024, rows // 8)))
                 for column in data[:, :rows]:
                     stream.readinto(memoryview(column).cast("B"))
-            self.position, self._tail = int(header["position"]), bytes.fromhex(header["tail"])
+            self.position, self._last = int(header["position"]), bytes.fromhex(header["tail"])
             with self.file.open("rb") as stream:
-                if stream.seek(0, os.SEEK_END) < self.position or not self._same_file(stream):
-                    return self._reset()
+                if not self.is_same(stream):
+                    return self.restart()
             self.skipped_lines = int(header["skipped_lines"])
             self.first_steps = {int(attempt): int(step) for attempt, step in header["first_steps"]}
             self._data, self._rows = data, rows
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            OverflowError,
-            RecursionError,
-        ):  # none, torn, or of another version: read the file itself
-            self._reset()
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            self.restart()  # none, torn, or of another version: read the file itself
 
-    def _same_file(self, stream: Any) -> bool:
-        stream.seek(self.position - len(self._tail))
-        return stream.read(len(self._tail)) == self._tail
-
-    def _reset(self) -> None:
-        self._data, self._rows = np.empty((len(NAMES), 1024)), 0
-        self.position, self._tail, self.skipped_lines = 0, b"", 0
+    def restart(self) -> None:
+        """Forgets what was read."""
+        super().restart()
+        self._data, self._rows, self.skipped_lines = np.empty((len(NAMES), 1024)), 0, 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
@@ -158,9 +125,7 @@ class Columns:
         """Adds parsed rows, [names, n], in the order of the file."""
         if not rows.shape[1]:
             return
-        for attempt in np.unique(rows[1]):
-            first = int(rows[0, rows[1] == attempt].min())
-            self.first_steps[int(attempt)] = min(first, self.first_steps.get(int(attempt), first))
+        first_steps(rows, self.first_steps)
         last = self._data[:2, self._rows - 1 : self._rows]
         steps, attempts = np.hstack([last, rows[:2]])
         if np.all(np.diff(steps) > 0) and np.all(np.diff(attempts) >= 0):
@@ -178,6 +143,14 @@ class Columns:
             self._data = larger
         self._data[:, start:needed] = rows
         self._rows = needed
+
+
+def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:
+    """Takes the first step of each attempt of some rows, [names, n], into those that are known, and returns these."""
+    for attempt in np.unique(rows[1]):
+        first = int(rows[0, rows[1] == attempt].min())
+        known[int(attempt)] = min(first, known.get(int(attempt), first))
+    return known
 
 
 def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
@@ -241,19 +214,29 @@ def _floats(array: Any) -> np.ndarray:
 
 
 def _parse_slowly(text: bytes) -> tuple[np.ndarray, int]:
-    rows, skipped = [], 0
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-            if not max(abs(int(row["step"])), abs(int(row["attempt"]))) < 2**53:
-                raise ValueError("not a step")
-            rows.append(
-                [float(int(row["step"])), float(int(row["attempt"])), *(_number(row.get(n)) for n in NAMES[2:])]
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            skipped += 1
-    return np.array(rows, dtype=float).reshape(-1, len(NAMES)).T, skipped
+    parsed = [parse_row(line) for line in text.splitlines()]
+    rows = [[number(row.get(name)) for name in NAMES] for row in parsed if row is not None]
+    return np.array(rows, dtype=float).reshape(-1, len(NAMES)).T, len(parsed) - len(rows)
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+def parse_row(line: bytes) -> dict[str, Any] | None:
+    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None if it is not one."""
+    try:
+        row = json.loads(line)
+        step, attempt = int(row["step"]), int(row["attempt"])
+        return {**row, "step": step, "attempt": attempt} if max(abs(step), abs(attempt)) < 2**53 else None
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether a recorded value is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number(value: Any) -> float:
+    """Returns a recorded value as a float, NaN if it is none."""
+    try:
+        return float(value) if is_number(value) else float("nan")
+    except OverflowError:  # a whole number of hundreds of digits
+        return float("nan")

@@ -76,7 +76,7 @@ class Metrics:
     @property
     def total_tokens(self) -> np.ndarray:
         """Tokens seen at the end of each step."""
-        return np.cumsum(self["tokens"])
+        return np.cumsum(_whole(self["tokens"]))
 
     def mfu(self) -> np.ndarray | None:
         """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None where there is none.
