@@ -40,6 +40,14 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 
 
+def end_of(code: int) -> tuple[str, int]:
+    """Returns how a process of this return code ended, in words, and its code as of a shell: 128 + n for signal n."""
+    if code >= 0:
+        return f"ended with code {code}", code
+    hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}", 128 - code
+
+
 def say(text: str) -> None:
     """Prints a line for people, if anyone can still read it."""
     with contextlib.suppress(OSError):

@@ -32,7 +32,7 @@ from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, log_tail, record_end, say
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, log_tail, record_end, say
 from cluster.process import Process
 from cluster.progress import fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
@@ -221,7 +221,9 @@ def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadli
         reap(ranks)
         failed = [rank for rank, process in ranks.items() if process.returncode]
         if failed:  # several at once: a crash is the cause, an error or abort for a lost peer the consequence
-            return describe_failure(min(failed, key=lambda rank: (-ranks[rank].returncode not in CRASHES, rank)), ranks)
+            first = min(failed, key=lambda rank: (-ranks[rank].returncode not in CRASHES, rank))
+            words, rc = end_of(ranks[first].returncode)
+            return Outcome(rc, f"rank {first} {words}", first)
         if all(process.returncode == 0 for process in ranks.values()):
             return Outcome(0, f"all {len(ranks)} ranks ended with code 0")
         remaining_s = deadline - time.monotonic()
@@ -232,16 +234,6 @@ def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadli
         received = signal.sigtimedwait(WATCHED, min(remaining_s, LOOK_EVERY_S))
         if received and received.si_signo != signal.SIGCHLD:
             return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
-
-
-def describe_failure(rank: int, ranks: dict[int, subprocess.Popen]) -> Outcome:
-    """Returns the outcome of a job whose first failing rank is `rank`."""
-    code = ranks[rank].returncode
-    if code > 0:
-        return Outcome(code, f"rank {rank} ended with code {code}", rank)
-    name = signal.Signals(-code).name
-    hint = " (often: the machine ran out of memory)" if -code == signal.SIGKILL else ""
-    return Outcome(128 - code, f"rank {rank} was killed by {name}{hint}", rank)
 
 
 def reap(ranks: dict[int, subprocess.Popen]) -> None:

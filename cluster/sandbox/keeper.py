@@ -22,7 +22,6 @@ from cluster.sandbox import network
 from cluster.sandbox.configuration import Layout
 
 CONTROLLER_PAUSE_S = 10.0
-SOCKET_WAIT_S = 5.0
 
 
 class Keeper:
@@ -183,13 +182,11 @@ def _obey(keeper: Keeper, connection: socket.socket, ending: list) -> None:
     connection.sendall(b"ok")
 
 
-def _wait_for(file: Path, wait_s: float = SOCKET_WAIT_S) -> None:
+def _wait_for(file: Path, wait_s: float = 5.0) -> None:
     deadline = time.monotonic() + wait_s
     while not file.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"{file} did not appear within {wait_s:g} s; see the files in {file.parent.parent / 'log'}"
-            )
+            raise TimeoutError(f"{file} did not appear in {wait_s:g} s; see the files in {file.parents[1] / 'log'}")
         time.sleep(0.02)
 
 

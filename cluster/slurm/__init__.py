@@ -6,7 +6,6 @@ inside the allocation is `cluster.slurm.supervisor`.
 
 import contextlib
 import os
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -104,31 +103,6 @@ def lost_nodes(run_dir: Path) -> list[str]:
     """Returns the nodes that were lost EXCLUDED_AFTER times or more in this run."""
     losses = Counter(event.lost_node for event in read_history(run_dir) if event.lost_node)
     return sorted(node for node, times in losses.items() if times >= EXCLUDED_AFTER)
-
-
-def hosts(node_list: str) -> list[str]:
-    """Returns the names in a list such as 'node[1-3,07],login2', in order.
-
-    Raises:
-        JobError: it is not such a list.
-    """
-    names = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", node_list):
-        expanded = [""]
-        for plain, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
-            choices = [plain] if plain else [number for text in ranges.split(",") for number in _numbers(text)]
-            expanded = [prefix + choice for prefix in expanded for choice in choices]
-        names += expanded
-    if not names:
-        raise JobError(f"{node_list!r} names no node. SLURM_JOB_NODELIST should; is this inside a Slurm job?")
-    return names
-
-
-def _numbers(text: str) -> list[str]:
-    first, dash, last = text.partition("-")
-    if not dash:
-        return [first]
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 
 def _sbatch(run_dir: Path, script: str, after: str) -> str:

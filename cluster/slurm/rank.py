@@ -24,7 +24,7 @@ from pathlib import Path
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.record import Record, field_doc
-from cluster.slurm import hosts, requeue_this
+from cluster.slurm import requeue_this
 from cluster.slurm.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
 from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
 
@@ -121,7 +121,7 @@ class Keeper:
 
     def _requeue(self) -> None:
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
-        host = hosts(os.environ["SLURM_JOB_NODELIST"])[0]
+        host = os.environ["MASTER_ADDR"]  # the first node of the job, where the supervisor was
         with locked(self.run_dir):
             state = read_state(self.run_dir)
             if state is None or state.attempt != self.attempt:

@@ -33,7 +33,7 @@ from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, record_end, say
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, record_end, say
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
 from cluster.slurm import requeue_this
@@ -60,21 +60,14 @@ REQUEUE_PATIENCE_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How an attempt ended, and what becomes of the job.
-
-    Attributes:
-        fate: `restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns the run.
-        reason: one line for people.
-        rc: exit code of the job; 0 unless it failed.
-        state: what the run directory says until the next attempt starts.
-        failing_rank: the first rank that failed.
-        lost_node: the node that was lost.
-    """
+    """How an attempt ended, and what becomes of the job."""
 
     fate: Literal["done", "failed", "restart", "requeue", "taken"]
+    """`restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns the run."""
     reason: str
     rc: int = 0
     state: JobState = JobState.REQUEUED
+    """What the run directory says until the next attempt starts."""
     failing_rank: int | None = None
     lost_node: str | None = None
 
@@ -187,13 +180,9 @@ class Supervisor:
         ranks_per_task = max(1, self.spec.num_processes // int(os.environ.get("SLURM_NTASKS", self.spec.num_processes)))
         rank = failure.rank * ranks_per_task
         where = f"rank {rank} on {failure.node}" if ranks_per_task == 1 else f"a rank on {failure.node}"
-        if failure.code < 0:
-            name = signal.Signals(-failure.code).name
-            hint = " (often: out of memory)" if -failure.code == signal.SIGKILL else ""
-            return Ending("restart", f"{where} was killed by {name}{hint}", 128 - failure.code, failing_rank=rank)
-        reason = f"{where} ended with code {failure.code}"
-        tried = failure.code != USELESS_TO_RETRY and has_ever_stepped(self.run_dir)
-        return Ending("restart" if tried else "failed", reason, failure.code, failing_rank=rank)
+        words, rc = end_of(failure.code)
+        tried = failure.code < 0 or (failure.code != USELESS_TO_RETRY and has_ever_stepped(self.run_dir))
+        return Ending("restart" if tried else "failed", f"{where} {words}", rc, failing_rank=rank)
 
     def _lost(self, silent: list[str], board: Switchboard) -> Ending:
         own = os.environ.get("SLURMD_NODENAME", "")

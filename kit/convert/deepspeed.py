@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.names import fill
+from kit.convert.names import filled
 from kit.convert.neuron import load_tensors
 from kit.convert.whole_folder import refuse_occupied, whole_folder
 from kit.errors import DataError
-from kit.model import Decoder, empty_decoder
+from kit.model import Decoder
 from kit.parallel.linear import split_dim
 from kit.recipe import Recipe
 from kit.run import Run
@@ -40,7 +40,7 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     folder = Path(folder)
     refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
-    shapes = {name: parameter.shape for name, parameter in empty_decoder(run.spec).named_parameters()}
+    shapes = _shapes(run.spec)
     state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values() for name, shape in shapes.items()}
     run.checkpoints.load(step, state, spec=run.spec, distributed=False)
     with whole_folder(folder) as part:
@@ -62,7 +62,7 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
     Raises:
         DataError: a weight is missing, damaged or of another shape.
     """
-    decoder = empty_decoder(spec).eval()
+    shapes = _shapes(spec)
 
     def read(name: str) -> Tensor:
         file = Path(folder) / "zero" / name / "fp32.pt"
@@ -74,11 +74,15 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
         held = load_tensors(file)
         weight = held["param"] if "param" in held else held[""]
         # From ZeRO 3, DeepSpeed's converter writes a weight as a row, with what padded it out to all ranks.
-        shape = decoder.get_parameter(name).shape
+        shape = shapes[name]
         return weight[: shape.numel()].view(shape) if weight.ndim == 1 and len(weight) >= shape.numel() else weight
 
-    fill(decoder, read, Path(folder))
-    return decoder
+    return filled(spec, read, Path(folder))
+
+
+def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
 
 
 def _write_weight(folder: Path, name: str, state: dict[str, Tensor], step: int) -> None:

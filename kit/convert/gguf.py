@@ -25,11 +25,7 @@ BLOCK_BYTES = {Q4_1: 2 + 2 + BLOCK // 2, Q8_0: 2 + BLOCK}
 
 
 class GgufFile:
-    """A GGUF file.
-
-    Attributes:
-        facts: its metadata by key.
-    """
+    """A GGUF file; `facts` is its metadata by key."""
 
     def __init__(self, file: Path) -> None:
         """Reads everything but the weights.

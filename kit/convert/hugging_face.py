@@ -15,12 +15,12 @@ from cluster.record import check_file_name
 from kit.convert import load_model
 from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, spec_of
-from kit.convert.names import fill, from_theirs, to_theirs
+from kit.convert.names import filled, from_theirs, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.whole_folder import refuse_occupied, whole_folder
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
 from kit.errors import DataError, MissingPackageError
-from kit.model import Decoder, empty_decoder
+from kit.model import Decoder
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -122,9 +122,7 @@ def import_hugging_face(folder: str | Path) -> Decoder:
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files have "
             f"{weights.size_bytes:,} bytes. Copy them again."
         )
-    decoder = empty_decoder(spec).eval()
-    fill(decoder, lambda name: from_theirs(spec, name, weights.read), folder)
-    return decoder
+    return filled(spec, lambda name: from_theirs(spec, name, weights.read), folder)
 
 
 class SafetensorsFolder:

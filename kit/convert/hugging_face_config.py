@@ -8,6 +8,31 @@ from kit.spec import ModelSpec
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in GPT-2's configuration, and the kit's."""
+FIELDS = {
+    "llama": {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "max_position_embeddings": "sequence_length",
+        "rms_norm_eps": "norm_eps",
+        "attention_bias": "bias",
+        "tie_word_embeddings": "tied_embeddings",
+    },
+    "gpt2": {
+        "vocab_size": "vocab_size",
+        "n_embd": "hidden_size",
+        "n_inner": "ffn_hidden_size",
+        "n_layer": "num_layers",
+        "n_head": "num_heads",
+        "n_positions": "sequence_length",
+        "layer_norm_epsilon": "norm_eps",
+        "tie_word_embeddings": "tied_embeddings",
+    },
+}
+"""What both say by other names: theirs, and those of a spec."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32_000,
@@ -74,9 +99,10 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
                 f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only, this model has "
                 f"{getattr(spec, key)!r}. It cannot be written as one."
             )
+    kind = "llama" if is_llama else "gpt2"
     common = {
-        "vocab_size": spec.vocab_size,
-        "tie_word_embeddings": spec.tied_embeddings,
+        "model_type": kind,
+        **{theirs: getattr(spec, ours) for theirs, ours in FIELDS[kind].items()},
         "dtype": precision,
         "initializer_range": spec.init_std,
         "use_cache": True,
@@ -84,30 +110,14 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
     if is_llama:
         return {
             "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": spec.hidden_size,
-            "intermediate_size": spec.ffn_hidden_size,
-            "num_hidden_layers": spec.num_layers,
-            "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_kv_heads,
             "head_dim": spec.head_size,
-            "max_position_embeddings": spec.sequence_length,
-            "rms_norm_eps": spec.norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
             "hidden_act": "silu",
-            "attention_bias": spec.bias,
             "mlp_bias": spec.bias,
             **common,
         }
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": spec.hidden_size,
-        "n_inner": spec.ffn_hidden_size,
-        "n_layer": spec.num_layers,
-        "n_head": spec.num_heads,
-        "n_positions": spec.sequence_length,
-        "layer_norm_epsilon": spec.norm_eps,
         "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **common,
@@ -140,20 +150,8 @@ def _llama(config: dict[str, Any], name: str) -> ModelSpec:
             f"config.attention_bias: {config['attention_bias']!r} beside mlp_bias {config['mlp_bias']!r} cannot be "
             f"imported, the kit's decoder has biases in both or in neither. {ELSEWHERE}"
         )
-    return ModelSpec.llama(
-        name=name,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        ffn_hidden_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        sequence_length=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        bias=config["attention_bias"],
-        rope_theta=_rope_theta(config),
-        tied_embeddings=config["tie_word_embeddings"],
-    )
+    shapes = _shapes({**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, "llama")
+    return ModelSpec.llama(name=name, rope_theta=_rope_theta(config), **shapes)
 
 
 def _rope_theta(config: dict[str, Any]) -> float:
@@ -181,18 +179,12 @@ def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:
         raise ConfigError(
             f"config.activation_function: {activation!r} cannot be imported. {suggestion(activation, ACTIVATIONS)}"
         )
-    return ModelSpec.gpt(
-        name=name,
-        num_layers=config["n_layer"],
-        hidden_size=config["n_embd"],
-        num_heads=config["n_head"],
-        ffn_hidden_size=config.get("n_inner") or 4 * config["n_embd"],
-        vocab_size=config["vocab_size"],
-        sequence_length=config["n_positions"],
-        norm_eps=config["layer_norm_epsilon"],
-        activation=ACTIVATIONS[activation],
-        tied_embeddings=config["tie_word_embeddings"],
-    )
+    shapes = _shapes({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, "gpt2")
+    return ModelSpec.gpt(name=name, activation=ACTIVATIONS[activation], **shapes)
+
+
+def _shapes(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    return {ours: config[theirs] for theirs, ours in FIELDS[kind].items()}
 
 
 def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.names import fill
+from kit.convert.names import filled
 from kit.convert.neuron import load_tensors
 from kit.errors import DataError
-from kit.model import Decoder, empty_decoder
+from kit.model import Decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -62,9 +62,7 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
     """
     layers = LayerFiles(Path(folder), spec)
     _check_arguments(Path(folder), spec)
-    decoder = empty_decoder(spec).eval()
-    fill(decoder, layers.read, Path(folder))
-    return decoder
+    return filled(spec, layers.read, Path(folder))
 
 
 class LayerFiles:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kit.errors import DataError
-from kit.model import Decoder
+from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
 
 OUTSIDE = {
@@ -79,13 +79,14 @@ def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Te
     return weight.T if _transposed(spec, name, weight) else weight
 
 
-def fill(decoder: Decoder, read: Callable[[str], Tensor], source: Path) -> None:
-    """Copies into each weight of a decoder what `read` gives for its name.
+def filled(spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Decoder:
+    """Returns a decoder, fp32, on the CPU, in evaluation mode, each of its weights what `read` gives for its name.
 
     Raises:
         DataError: a shape differs; the message names `source`.
     """
-    advice = f"{source} does not hold {decoder.spec.name}; give the spec, or the config.json, that it was trained with."
+    advice = f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was trained with."
+    decoder = empty_decoder(spec).eval()
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             try:
@@ -95,6 +96,7 @@ def fill(decoder: Decoder, read: Callable[[str], Tensor], source: Path) -> None:
             if weight.shape != parameter.shape:
                 raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(parameter.shape)}. {advice}")
             parameter.copy_(weight)
+    return decoder
 
 
 def _transposed(spec: ModelSpec, name: str, weight: Tensor) -> bool:

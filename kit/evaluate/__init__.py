@@ -65,6 +65,11 @@ class Options:
                 f"untrusted_code: {self.untrusted_code!r} is not allowed. Give 'refuse', 'isolated' or 'limits'."
             )
 
+    @property
+    def mirror_folder(self) -> Path:
+        """`mirror`, or the one that all projects of a user share."""
+        return Path(self.mirror or default_mirror())
+
     def applied(self, request: TaskRequest) -> TaskRequest:
         """Returns a request as it is scored with these options, which go before what a suite says."""
         given = {"shots": self.num_fewshot, "limit": self.limit}
@@ -155,14 +160,12 @@ def evaluate_model(
     """Scores a decoder.
 
     Args:
-        model: a whole model.
+        model: a whole model, on `device`.
         tokenizer: the one the model was trained with.
         sequence_length: the longest input of the model, in tokens.
-        tasks: names from `BENCHMARKS`, or `heldout`; or the name of a suite.
+        tasks, options: as in `evaluate`.
         name: of the model, for the report.
         heldout_file: `validation.jsonl` of the corpus, for the task `heldout`.
-        device: where the model is.
-        options: see `Options`.
 
     Returns:
         The scores, and those tasks of a suite that could not be scored, with the reason.
@@ -221,7 +224,7 @@ def score_all(
     skip: bool,
 ) -> Iterator[TaskScore | Unscored]:
     """Yields the score of each task; with `skip` also what could not be scored, instead of failing."""
-    mirror = Path(options.mirror or default_mirror())
+    mirror = options.mirror_folder
     if options.download:
         build_mirror(mirror, tasks=[request.task for request in requests if request.task != HELDOUT])
     from kit.evaluate.adapter import DecoderLM

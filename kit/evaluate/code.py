@@ -31,12 +31,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 class CodeScorer:
     """Runs each program with its test, and reports pass@1, and pass@10 and pass@100 where there are as many programs.
 
-    Args:
-        isolation: `isolated` raises unless nothing outside is within a program's reach; `limits` takes what there is.
-        sandbox: in place of a new one.
-
-    Raises:
-        ConfigError: as `Sandbox`.
+    `isolated` raises, as `Sandbox`, unless nothing outside is within a program's reach; `limits` takes what there is.
     """
 
     def __init__(self, isolation: Literal["isolated", "limits"] = "isolated", *, sandbox: Sandbox | None = None):

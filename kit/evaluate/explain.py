@@ -85,12 +85,8 @@ def explain_item(
 ) -> ItemScore:
     """Returns how a model answers one item, through the harness's own prompt.
 
-    Args:
-        model, tokenizer, sequence_length: as in `evaluate_model`.
-        task: a multiple-choice benchmark.
-        index: of the item in the scored split.
-        shots: solved examples in the prompt.
-        mirror: folder of the benchmark data; default `default_mirror()`.
+    The task is a multiple-choice benchmark, the index that of an item in its scored split; the rest is as in
+    `evaluate_model` and `Options`.
 
     Raises:
         ConfigError: the task is unknown or not multiple-choice, or has no such item.

@@ -14,7 +14,7 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError
-from kit.evaluate import Options, check_request, default_mirror, evaluate, report_file
+from kit.evaluate import Options, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest, num_files
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
@@ -71,7 +71,7 @@ def follow_run(
     try:
         while True:
             over = _is_over(run)  # before looking, so that the last checkpoint is not missed
-            files = sum(num_files(request.task, _mirror(chosen)) for request in requests)
+            files = sum(num_files(request.task, chosen.mirror_folder) for request in requests)
             for step in run.checkpoints.steps():
                 if step in pending or step in done and files <= held[step]:
                     continue
@@ -126,7 +126,7 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     except (ConfigError, CheckpointError):
         return False
     dataset = run.dataset()
-    heldout, mirror = dataset.directory / VALIDATION_TEXT, _mirror(options)
+    heldout, mirror = dataset.directory / VALIDATION_TEXT, options.mirror_folder
     current = [score for score in report.scores if _is_current(score, heldout, mirror, options)]
     tried = {item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files}
     asked = [options.applied(request) for request in requests]
@@ -134,10 +134,6 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
         request.question in tried or any(score.answers(request, options.seed) for score in current)
         for request in asked
     )  # fmt: skip
-
-
-def _mirror(options: Options) -> Path:
-    return Path(options.mirror or default_mirror())
 
 
 def _is_current(score: TaskScore, heldout: Path, mirror: Path, options: Options) -> bool:

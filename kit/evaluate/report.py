@@ -52,9 +52,8 @@ class Metric(Record):
 
     def interval(self, digits: int = 4) -> str:
         """Returns `0.0000 to 0.4345`, or nothing where there is no interval."""
-        if self.low is None or self.high is None:
-            return ""
-        return f"{self.low:.{digits}f} to {self.high:.{digits}f}"
+        known = self.low is not None and self.high is not None
+        return f"{self.low:.{digits}f} to {self.high:.{digits}f}" if known else ""
 
     def text(self, digits: int = 3) -> str:
         """Returns `0.000 (0.000 to 0.434)`."""

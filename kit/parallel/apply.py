@@ -18,14 +18,8 @@ def build_decoders(
 ) -> list[Decoder]:
     """Returns this rank's pipeline stages, cut, initialised and sharded.
 
-    Blocks are made real one at a time, so that no more than one whole block is ever in memory beside the shards.
-
-    Args:
-        spec: the whole model.
-        plan: how to cut it.
-        mesh: from `build_mesh`.
-        device: where weights live; `meta` gives shapes only.
-        seed: of the initial weights; None leaves them uninitialised (a checkpoint follows).
+    Blocks are made real one at a time, so that no more than one whole block is ever in memory beside the shards. The
+    device `meta` gives shapes only; no seed leaves weights uninitialised (a checkpoint follows).
     """
     decoders = []
     for stage in stage_indices(plan, mesh["pipeline"].get_local_rank()):

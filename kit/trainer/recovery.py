@@ -25,8 +25,7 @@ ANSWERS: tuple[Answer, ...] = get_args(Answer)
 class Recovery:
     """One rank's part in going on from a checkpoint, and in answering bad steps. All ranks call it at the same steps.
 
-    Attributes:
-        notice: the last thing that people should know, empty if nothing happened.
+    `notice` is the last thing that people should know, empty if nothing happened.
     """
 
     def __init__(self, run: Run, *, attempt: int, group: Any) -> None:

@@ -200,13 +200,6 @@ def test_refusal_by_slurm_is_shown_in_its_words(sandbox, site, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["node1", "node[1-4]", "node[01-03,7],login2", "a[1-2]b[3-4]", "x1,x[2-3]", "frontier[00001-00003,09408]"]
-)
-def test_node_lists_read_as_slurm_reads_them(sandbox, text):
-    assert slurm.hosts(text) == sandbox.run("scontrol", "show", "hostnames", text).split()
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [("30:00", 1800), ("12:00:00", 43200), ("2-00:00:00", 172800), ("1-12", 129600), ("90", 5400), ("infinite", None)],
 )

@@ -11,7 +11,7 @@ import transformers
 
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_of
-from kit.convert.names import fill, from_theirs
+from kit.convert.names import filled, from_theirs
 from kit.data import load_tokenizer
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
@@ -156,10 +156,9 @@ def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
     given: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, **size, **config}
     found, theirs = spec_of(given, name="x"), transformers.LlamaConfig(**copy.deepcopy(given))
     model = transformers.LlamaForCausalLM(theirs)
-    decoder = build_decoder(found)
-    fill(decoder, lambda name: from_theirs(found, name, model.state_dict().__getitem__), Path("here"))
+    decoder = filled(found, lambda name: from_theirs(found, name, model.state_dict().__getitem__), Path("here"))
     assert found.sequence_length == theirs.max_position_embeddings and found.norm_eps == theirs.rms_norm_eps
-    assert_same_logits(decoder.eval(), model)
+    assert_same_logits(decoder, model)
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)

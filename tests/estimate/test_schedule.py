@@ -203,21 +203,6 @@ def test_large_pipeline_in_a_fifth_of_a_second(schedule, v):
     assert min(seconds) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"schedule": "1f1d"}, "Did you mean '1f1b'"),
-        ({"schedule": "zbv", "virtual_stages": 3}, "exactly 2"),
-        ({"schedule": "gpipe", "virtual_stages": 2}, "1 stage a device"),
-        ({"schedule": "interleaved", "virtual_stages": 2, "num_microbatches": 9}, "multiple of 4"),
-        ({"schedule": "1f1b", "num_microbatches": 0}, "num_microbatches: 0"),
-    ],
-)
-def test_orders_that_do_not_exist(arguments, says):
-    with pytest.raises(ConfigError, match=says):
-        Order.of(**{"pipeline_parallel": 4, "num_microbatches": 8, **arguments})
-
-
 def test_refuses_impossible_times_and_orders():
     order = Order.of("1f1b", pipeline_parallel=2, num_microbatches=2)
     times = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}

@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -68,11 +69,7 @@ def require() -> None:
 
 def probe() -> NeuronStatus:
     """Returns what is installed and whether it can train; real packages are imported, in another process."""
-    versions = _versions()
-    state, reason = _judge(versions)
-    if state == "ok":
-        state, reason = _import()
-    return NeuronStatus(state=state, reason=reason, versions=versions)
+    return _status(_import)
 
 
 def import_nxd() -> None:
@@ -81,16 +78,9 @@ def import_nxd() -> None:
     Raises:
         NeuronError: it cannot train, or cannot be imported.
     """
-    versions = _versions()
-    state, reason = _judge(versions)
-    for module in PACKAGES.values() if state == "ok" else ():
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # a library that does not fit torch raises what it likes
-            state, reason = "broken", f"it is installed but cannot be imported: {type(error).__name__}: {error}."
-            break
-    if state != "ok":
-        raise NeuronError(NeuronStatus(state=state, reason=reason, versions=versions))
+    status = _status(_import_here)
+    if status.state != "ok":
+        raise NeuronError(status)
 
 
 def has_device() -> bool:
@@ -98,8 +88,21 @@ def has_device() -> bool:
     return Path("/dev/neuron0").exists()
 
 
-def _versions() -> dict[str, str]:
-    return {name: version for name in PACKAGES if (version := _version(name)) is not None}
+def _status(imported: Callable[[], tuple[State, str]]) -> NeuronStatus:
+    versions = {name: version for name in PACKAGES if (version := _version(name)) is not None}
+    state, reason = _judge(versions)
+    if state == "ok":
+        state, reason = imported()
+    return NeuronStatus(state=state, reason=reason, versions=versions)
+
+
+def _import_here() -> tuple[State, str]:
+    try:
+        for module in PACKAGES.values():
+            importlib.import_module(module)
+    except Exception as error:  # a library that does not fit torch raises what it likes
+        return "broken", f"it is installed but cannot be imported: {type(error).__name__}: {error}."
+    return "ok", ""
 
 
 def _judge(versions: dict[str, str]) -> tuple[State, str]:

@@ -30,15 +30,9 @@ def candidates(
 ) -> Layouts:
     """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each once.
 
-    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline.
-
-    Args:
-        spec: the model.
-        num_devices: all are used: TP x PP x DP.
-        global_batch_size: sequences in one optimizer step.
-        engine: what would run them: layouts that it does not train are left out.
-        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"], "tensor_parallel": [4, 8]}`.
-        kernels: as in `Layouts.of`.
+    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline, and
+    what the engine does not train. `only` names allowed values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`;
+    kernels are those of `Layouts.of`.
 
     Raises:
         ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message says which rule.

@@ -11,8 +11,7 @@ from cluster.record import html_table
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
 from kit.estimate.choose.search import Search, describe, interval, seconds
-from kit.estimate.theory.orders import Order
-from kit.estimate.theory.schedule import simulate
+from kit.estimate.theory.schedule import simulate_plan
 from kit.plan import Plan
 
 SHORTLIST = 2000
@@ -205,18 +204,16 @@ def simulated_step_time(answer: Answer) -> float:
     ends[-1] = terms["embedding_logits"] * p / m
     whole = forward + backward + weight + ends  # per stage and micro-batch
     simulated = min(m, SIMULATED_ROUNDS * p)
-    order = Order.of(
-        plan.schedule if p > 1 else "1f1b", pipeline_parallel=p, num_microbatches=simulated, virtual_stages=v
-    )
     send = terms["pipeline_send"] / (2 * m * v) / answer.search.machine.coefficients.pipeline_exposed
-    result = simulate(
-        order,
+    result = simulate_plan(
+        plan,
+        num_microbatches=simulated,
         forward_s=forward + ends / 3,
         backward_input_s=backward + ends / 3,
         backward_weight_s=weight + ends / 3,
         send_s=send if p > 1 else 0.0,
     )
-    per_device = np.bincount(order.device_of_stage, weights=whole, minlength=p)
+    per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
     return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
 
 

@@ -187,8 +187,7 @@ def search(
     """Returns every layout that the engine trains, with modelled time and memory, and the fastest that fits.
 
     Args:
-        spec: the model.
-        site: the machine.
+        spec, site: the model and the machine.
         num_devices: all are used.
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.

@@ -95,13 +95,7 @@ class Fit:
 
 
 def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
-    """Returns ln of modelled seconds.
-
-    Args:
-        layouts: N of them.
-        hardware: of one machine, or of N.
-        values: ln coefficients, [..., NAMES]; leading axes come before N in the result.
-    """
+    """Returns ln of modelled seconds [..., N] of N layouts on one machine or N, by ln coefficients [..., NAMES]."""
     columns = {name: np.exp(values[..., i, None]) for i, name in enumerate(NAMES)}
     return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
 

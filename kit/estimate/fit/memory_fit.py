@@ -20,12 +20,8 @@ def fit_reserve(state: Array, dynamic: Array, used_bytes: Array, *, start: Reser
 
     The mean absolute relative error is minimised, since single readings in published tables are wrong.
 
-    Args:
-        state: modelled bytes of weights, gradients and optimizer of the device that was measured, one per run.
-        dynamic: modelled bytes of the rest.
-        used_bytes: as a monitor or the allocator showed them.
-        start: where to begin; its sharpness is kept.
-        source: what the rows are.
+    State (weights, gradients and optimizer) and the rest are modelled for the device that was measured, one per run;
+    used bytes are as a monitor or the allocator showed them. The sharpness of `start` is kept.
     """
     if len(used_bytes) < 3:
         raise ConfigError(f"fit_reserve: {len(used_bytes)} measured runs are too few. Give at least 3.")

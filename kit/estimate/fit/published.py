@@ -44,13 +44,9 @@ FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_R
 
 
 def load(file: str | os.PathLike[str] | None = None, *, system: str | None = None) -> tuple[PublishedRun, ...]:
-    """Returns the runs of a CSV with the columns of `published_runs.csv`; default: the file that comes with the kit.
+    """Returns the runs of a CSV with the columns of `published_runs.csv`, by default that one; of one machine if named.
 
     Rows whose layout the source does not give are left out.
-
-    Args:
-        file: the CSV.
-        system: keep the rows of this machine only.
 
     Raises:
         ConfigError: no such file, columns missing, or rows that contradict themselves or physics (all named).

@@ -51,9 +51,8 @@ def simulate(
 
     Args:
         order: what each device does, in order.
-        forward_s: time of one micro-batch in each stage, shape (stages,), or one number for all.
-        backward_input_s: as `forward_s`; a whole backward takes this and `backward_weight_s` together.
-        backward_weight_s: as `forward_s`.
+        forward_s, backward_input_s, backward_weight_s: times of one micro-batch in each stage, shape (stages,), or one
+            number for all; a whole backward takes both of its parts together.
         send_s: from the end of a stage to its neighbour's start where both are on different devices, shape
             (stages - 1,) or one number; the links carry any number of messages at once, beside computation.
 
@@ -71,17 +70,11 @@ def simulate(
     return Simulation(order=order, **_run(order, duration_by_kind[order.kind, order.stage], needs, delay))
 
 
-def simulate_plan(plan: Plan, **times: Array | float) -> Simulation:
-    """Returns the simulation of a plan's schedule; `times` as in `simulate`."""
-    return simulate(
-        Order.of(
-            plan.schedule if plan.pipeline_parallel > 1 else "1f1b",
-            pipeline_parallel=plan.pipeline_parallel,
-            num_microbatches=plan.num_microbatches,
-            virtual_stages=plan.virtual_stages,
-        ),
-        **times,
-    )
+def simulate_plan(plan: Plan, *, num_microbatches: int | None = None, **times: Array | float) -> Simulation:
+    """Returns the simulation of a plan's schedule, of all its micro-batches or of so many; `times` as in `simulate`."""
+    count, schedule = num_microbatches or plan.num_microbatches, plan.schedule if plan.pipeline_parallel > 1 else "1f1b"
+    p, v = plan.pipeline_parallel, plan.virtual_stages
+    return simulate(Order.of(schedule, pipeline_parallel=p, num_microbatches=count, virtual_stages=v), **times)
 
 
 def _times(name: str, value: Array | float, count: int) -> Array:

@@ -34,11 +34,8 @@ FRONTIER_SPACE: dict[str, tuple] = {
 def plan_of(parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None) -> Plan:
     """Returns the plan on all devices of the nodes that a trial's parameters describe.
 
-    Args:
-        parameters: fields of Plan, and `num_nodes` (default 1) and `num_microbatches` (default 1: gradient
-            accumulation steps), from which data parallelism and global batch size follow.
-        devices_per_node: devices of one node.
-        base: fields that the parameters leave open.
+    They are fields of Plan, the others being those of `base`, and `num_nodes` and `num_microbatches` (gradient
+    accumulation steps), 1 each unless given, from which data parallelism and global batch size follow.
 
     Raises:
         ConfigError: the devices do not divide, or a rule of Plan is broken.

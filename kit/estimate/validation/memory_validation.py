@@ -38,9 +38,7 @@ KORTHIKANTI = (
 def memory_validation(runs: Iterable[PublishedRun] | None = None) -> list[Row]:
     """Returns the error table of the memory model, one row per kind of measurement.
 
-    Args:
-        runs: published runs; default: those that come with the kit. Without the kit's own, only rows that the given
-            runs have data for.
+    Of runs other than those that come with the kit, only rows that they have data for.
     """
     kept = tuple(published.load() if runs is None else runs)
     table = readings([run for run in kept if run.memory_bytes]) + labels([run for run in kept if is_labelled(run)])

@@ -147,12 +147,7 @@ def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tu
 def validate(
     rows_csv: str | os.PathLike[str] | None = None, calibrate: int | None = None, seed: int = 0
 ) -> tuple[Row, ...]:
-    """Returns the table of errors on published runs, or that of another CSV with the same columns.
-
-    Args:
-        rows_csv: rows to predict; default: the published runs that come with the kit, with groups held out.
-        calibrate: runs of each machine of `rows_csv` to fit first, chosen by the kit out of a random half of them.
-        seed: of that half.
+    """Returns the table of errors on published runs, groups held out, or on a CSV with their columns (`validate_rows`).
 
     Raises:
         ConfigError: the CSV cannot be read or holds no measured run.
