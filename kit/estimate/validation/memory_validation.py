@@ -56,7 +56,7 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
         return []
     layouts, measured = _layouts(runs), np.array([run.memory_bytes for run in runs])
     terms = memory(layouts, kernels=MEGATRON, reserve=MONITOR_RESERVE).terms()
-    state, dynamic = (sum(terms[name] for name in names) for names in (STATE, DYNAMIC))
+    state, dynamic = (np.sum([terms[name] for name in names], axis=0) for names in (STATE, DYNAMIC))
     shape = np.array([f"{run.spec.num_layers} x {run.spec.hidden_size}" for run in runs])
 
     def used(train: Array) -> Array:
