@@ -18,12 +18,13 @@ SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo sca
 def observations_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the paper's four observations, checked on the model and on demo-scale runs, as a table."""
     relations = [*modelled_relations(), *measured_relations(runs)]
+    found = [f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})" for relation in relations]
     statements = {fact.x: fact.value for fact in facts()["observation"]}
     shown = [
         {"": relation.claim, "observation": statements[relation.claim.split()[0]],
-         "number": relation.expected.split(":")[0], "layer": SCALES[relation.layer], "found": _show(relation),
+         "number": relation.expected.split(":")[0], "layer": SCALES[relation.layer], "found": value,
          "expected": relation.expected.split(": ")[1], "verdict": relation.verdict}
-        for relation in relations
+        for relation, value in zip(relations, found, strict=True)
     ]  # fmt: skip
     layers = [Layer.modelled("22B", error=model_error())] + measured(
         runs, x=lambda run: 0.0, y=tokens_per_s_and_device, label="demo-scale runs"
@@ -88,7 +89,3 @@ def _relation(claim: str, layer: Any, value: tuple[float, float, float], what: s
     text, limits = ("above 1", {"at_least": 1.0}) if (claim, layer) == ("III.4", "measured") else bounds[claim]
     return Relation(claim=claim, layer=layer, value=value[0], low=value[1], high=value[2],
                     expected=f"{what}: {text}", **limits)  # fmt: skip
-
-
-def _show(relation: Relation) -> str:
-    return f"{relation.value:.2f} ({relation.low:.2f} to {relation.high:.2f})"

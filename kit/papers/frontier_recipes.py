@@ -28,11 +28,7 @@ PUBLISHED = (
 
 
 def recipes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a table.
-
-    Args:
-        runs: a column each, where they ran on a cluster.
-    """
+    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a table."""
     known = facts()
     columns = {model: _recipe(model) for model in MODELS}
     own = on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s)

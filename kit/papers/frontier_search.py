@@ -1,6 +1,5 @@
 """Frontier, section IV: the hyperparameter search over layouts, on the model and with real runs at demo scale."""
 
-import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 from cluster.site import Site
 from kit.estimate.choose.search import Machine
 from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
 from kit.estimate.tuning.sensitivity import sensitivity
@@ -39,11 +38,7 @@ SPACES: dict[str, tuple[str, dict[str, tuple]]] = {
 
 
 def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the trials of the search in the authors' spaces, best so far, and its table.
-
-    Args:
-        runs: folders with a `search.json`, of a search with real runs on this machine, become a panel each.
-    """
+    """Returns the trials of the search in the authors' spaces, best so far, and its table."""
     panels = {name: [_trial_layer(name), _best_layer(name)] for name in SPACES}
     searches = demo_searches(runs)
     demo = [_demo_layers(trials, folder) for folder, trials in searches.items()]
@@ -125,40 +120,34 @@ def _trial_layer(name: str) -> Layer:
 
 def _best_layer(name: str) -> Layer:
     """Returns the best so far, with the interval of that layout."""
-    trials, unit = _search(name)[0], _unit(name)
+    trials, unit, spec = _search(name)[0], _unit(name), ModelSpec.preset(SPACES[name][0])
     best = unit * trials.best_so_far
     low, high = np.full(len(best), np.nan), np.full(len(best), np.nan)
     for number in range(len(best)):
         if np.isfinite(best[number]):
             winner = trials.trials[int(np.nanargmax(trials.values[: number + 1]))]
-            found = calibration().predict(_layout(name, winner.parameters))
+            plan = plan_of(winner.parameters, devices_per_node=8, base=paper_plan())
+            found = calibration().predict(layouts_of(spec, [plan], gradient_bytes=4.0))
             low[number] = best[number] * (found.total_s / found.high_s).item()
             high[number] = best[number] * (found.total_s / found.low_s).item()
     return Layer.modelled("best so far", np.arange(1.0, len(best) + 1), best, low, high, error=model_error())
 
 
-def _layout(name: str, parameters: dict[str, Any]) -> Layouts:
-    plan = plan_of(parameters, devices_per_node=8, base=paper_plan())
-    return layouts_of(ModelSpec.preset(SPACES[name][0]), [plan], gradient_bytes=4.0)
-
-
 @lru_cache(maxsize=4)
 def _importance(name: str) -> Layer:
     trials, grid = _search(name)
-    return _importance_layer("modelled", name, sensitivity(trials, grid).importance, _unit(name), model_error())
+    return _bars(name, sensitivity(trials, grid).importance, _unit(name), kind="modelled", source=model_error())
 
 
 def _demo_importance(trials: Trials, folder: Path) -> Layer:
     source = f"{demo_source([folder])}; a random forest fitted to the trials"
-    layer = _importance_layer("measured", "this machine", sensitivity(trials).importance, 1.0, source)
-    return dataclasses.replace(layer, runs=(folder.name,))
+    own: dict[str, Any] = {"kind": "measured", "scale": "demo", "runs": (folder.name,)}
+    return _bars("this machine", sensitivity(trials).importance, 1.0, source=source, **own)
 
 
-def _importance_layer(kind: Any, label: str, importance: dict[str, float], unit: float, source: str) -> Layer:
+def _bars(label: str, importance: dict[str, float], unit: float, **fields: Any) -> Layer:
     shown = {name: unit * size for name, size in importance.items() if size > 1e-9}
-    x, y = np.arange(float(len(shown))), np.array(list(shown.values()))
-    scale = "paper" if kind == "modelled" else "demo"
-    return Layer(kind=kind, label=label, x=x, y=y, source=source, scale=scale, names=tuple(shown))
+    return Layer(label=label, x=range(len(shown)), y=[*shown.values()], names=tuple(shown), **fields)
 
 
 def _demo_layers(trials: Trials, folder: Path) -> list[Layer]:

@@ -46,11 +46,7 @@ BENCHMARKS = "AWS Neuron documentation, training benchmarks, SDK 2.16 to 2.24"
 
 
 def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the paper states; the table.
-
-    Args:
-        runs: those of sites with a price lie in the first panel.
-    """
+    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the paper states; the table."""
     lines = [cost_layer(machine, model) for machine in SHORT for model in MODELS]
     panels = {
         "cost": [*lines, *on_clusters(runs, x=_nodes, y=cost_percent)],

@@ -116,7 +116,10 @@ def model_error() -> str:
 
 def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
     """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits in memory."""
-    return _trn1_plan(model, nodes) if machine == TRN1 else _p4d_plan(model, nodes)
+    if machine == P4D:
+        return _p4d_plan(model, nodes)
+    plan = trn1_plan(model, nodes)
+    return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
 
 
 def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
@@ -148,11 +151,6 @@ def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
     held = memory(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON, reserve=RESERVE)
     capacity = float(calibration(TRN1).hardware.memory_bytes)
     return float(held.used_bytes.max()), float(held.out_of_memory_probability(capacity).max())
-
-
-def _trn1_plan(model: str, nodes: int) -> Plan | None:
-    plan = trn1_plan(model, nodes)
-    return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
 
 
 @lru_cache(maxsize=16)

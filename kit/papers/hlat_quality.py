@@ -33,19 +33,14 @@ def sequence_length_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns Table II, with the scores of the newest checkpoint of your runs above; and its rows.
 
-    Args:
-        runs: run directories, or `EvalReport` files. A column needs all of its data sets in the paper's shots, whole.
+    A column needs all of its data sets in the paper's shots, whole.
     """
     return _compared("II", runs, "CR: mean of six tasks of common sense, WK: two of world knowledge, RC: BoolQ, Math: "
                                  "GSM8K, p@: HumanEval.")  # fmt: skip
 
 
 def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table IV, two checkpoints of the 70B and their mean; and its rows.
-
-    Args:
-        runs: add nothing here; `kit average` makes the mean of checkpoints of your own.
-    """
+    """Returns Table IV, two checkpoints of the 70B and their mean (`kit average` makes yours); and its rows."""
     return _table("IV", [], [], "The mean of both checkpoints has the best average.")
 
 

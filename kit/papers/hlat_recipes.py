@@ -37,11 +37,7 @@ STEPS_SHOWN = 60
 
 
 def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns both models' shapes from the released code with what follows from them, as a table.
-
-    Args:
-        runs: a column each.
-    """
+    """Returns both models' shapes from the released code with what follows from them, as a table."""
     published = {name: {label: _fact(f"model_{key}", name) for key, label in SHAPES.items()} for name in MODELS}
     computed = {name: _counts(ModelSpec.preset(preset)) for name, preset in MODELS.items()}
     own = {_title(run): _shapes(run.spec) | _counts(run.spec) for run in opened(runs)}
@@ -54,11 +50,7 @@ def models_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def hyperparameters_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns both models' hyperparameters and layouts as released, with what follows from them, as a table.
-
-    Args:
-        runs: a column each.
-    """
+    """Returns both models' hyperparameters and layouts as released, with what follows from them, as a table."""
     published = {name: {label: _fact(f"recipe_{key}", name) for key, label in RECIPE.items()} for name in MODELS}
     computed = {name: _schedule_facts(name) for name in MODELS}
     own = {_title(run): _own_recipe(run) for run in opened(runs)}
@@ -82,11 +74,7 @@ def _drawn(rows: Rows, caption: str, note: str, layers: list[Layer], *, stated: 
 
 
 def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled; and the table.
-
-    Args:
-        runs: their recorded learning rates, in a panel of their own.
-    """
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled; and the table."""
     panels: dict[str, list[Layer]] = {}
     for model in MODELS:
         steps = {"learning_rate": recipe(model, "clamped").warmup_steps, "min_learning_rate": floor_step(model)}
@@ -122,11 +110,7 @@ def learning_rate_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def data_mix_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the table.
-
-    Args:
-        runs: a token file does not tell its sources, so runs add nothing here.
-    """
+    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the table."""
     known = facts()
     tokens, shares = known["mix_tokens"], known["mix_share"]
     layer = Layer.published(tokens, label="billion tokens")

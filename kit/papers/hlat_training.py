@@ -22,9 +22,6 @@ Steps = list[dict[str, Any]]
 def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the table.
 
-    Args:
-        runs: what is drawn; demo scale and clusters have a panel each.
-
     Raises:
         ConfigError: none of them has a step: the paper's own curve could not be read.
     """
@@ -51,9 +48,6 @@ def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the loss of a small model through a spike that was made on purpose, answered in four ways; its table.
-
-    Args:
-        runs: folders with a spike study, `hlat_demo.demo_spikes`.
 
     Raises:
         ConfigError: there is none.
@@ -84,9 +78,6 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 def precision_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns the loss of a small model trained in four precisions, and how far each is from fp32; and the table.
-
-    Args:
-        runs: folders with a precision study, `hlat_demo.demo_precision`.
 
     Raises:
         ConfigError: there is none.
