@@ -60,13 +60,7 @@ class TerminalClient(NotebookClient):
 
 
 def execute(notebook: Path, out: Path, *, directory: Path | None = None, console: Console | None = None) -> None:
-    """Runs all cells of a notebook and writes the executed copy, as far as it got, to `out`.
-
-    Args:
-        notebook: is left as it is.
-        out: of the executed copy.
-        directory: where the kernel starts; default the notebook's folder.
-        console: shows the progress; default nothing.
+    """Runs all cells of a notebook, which is left as it is, and writes the executed copy, as far as it got, to `out`.
 
     Raises:
         CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.

@@ -31,11 +31,9 @@ class Finding:
 
 
 def examine(directory: Path = Path(), *, deep: bool = False) -> list[Finding]:
-    """Returns what was found; it takes as long as an import of torch.
+    """Returns what was found, the free space in a folder too; it takes as long as an import of torch.
 
-    Args:
-        directory: whose free space is told.
-        deep: DeepSpeed trains a step too, which takes up to a minute.
+    With `deep` DeepSpeed trains a step, which takes up to a minute.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free = shutil.disk_usage(directory).free

@@ -43,13 +43,7 @@ def describe(
     spec: ModelSpec | None,
     changes: dict[str, dict[str, Any]],
 ) -> Described:
-    """Returns the run that a log tells of.
-
-    Args:
-        parser: which has read the log.
-        logged: its steps.
-        spec: the model, if the user names it.
-        changes: fields of `spec`, `plan` and `recipe` that the user gives; they win.
+    """Returns the run that a log tells of; model and fields that the user gives (`spec`, `changes`) win.
 
     Raises:
         ConfigError: something is neither in the log nor given, or what was given contradicts the log.

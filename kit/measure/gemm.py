@@ -17,12 +17,8 @@ def measure_gemm_flops_per_s(
 ) -> float:
     """Returns the best rate of a square matrix product on one CPU core, or on the current accelerator, in FLOP/s.
 
-    The best of many short runs on a single thread: a peak is what the device can do when nothing disturbs it.
-
-    Args:
-        dtype: fp32, bf16 or fp16.
-        seconds: how long to measure, by the clock on the wall.
-        clock: times each product.
+    The best of many short runs on a single thread, as many as fit into `seconds` on the wall, each timed by `clock`: a
+    peak is what the device can do when nothing disturbs it.
     """
     import torch
 
@@ -40,12 +36,8 @@ def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None) -> F
     """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of one device.
 
     On a CPU a product is timed by its thread's own clock, which stands still while other processes have the core. What
-    they take beyond that (caches, the core's other half, its clock rate) shows as rounds that differ: after `ROUNDS`
-    of them the machine was too busy, `is_settled` is False, and the source says so.
-
-    Args:
-        dtype: fp32, bf16 or fp16.
-        round_rate: returns the best rate of one round in FLOP/s; for tests.
+    they take beyond that (caches, the core's other half, its clock rate) shows as rounds that differ: after `ROUNDS` of
+    them the machine was too busy, `is_settled` is False, and the source says so. Tests give their own `round_rate`.
     """
     rates = []
     while len(rates) < ROUNDS and not (len(rates) > 1 and _spread(rates) <= AGREE):

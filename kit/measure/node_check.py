@@ -80,12 +80,7 @@ class NodeReport(Record):
 
 
 def check_nodes(device: torch.device, dtype: str) -> NodeReport:
-    """Returns the same report on every rank. A collective call: all ranks of the default process group take part.
-
-    Args:
-        device: of this rank.
-        dtype: of the matrix products, one of fp32, bf16, fp16.
-    """
+    """Returns the same report on every rank. A collective call: all ranks of the default process group take part."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     all_reduce = _all_reduce_bytes_per_s(device)
     ranks = _gather((name, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))

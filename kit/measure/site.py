@@ -29,11 +29,6 @@ def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> 
     The rates of one process while the others idle: what several processes on few cores get is less, and is what a
     calibration on runs tells.
 
-    Args:
-        site: whose numbers are replaced.
-        num_processes: over which collectives are measured.
-        dtype: of the matrix products.
-
     Raises:
         ConfigError: the site is not this machine.
     """

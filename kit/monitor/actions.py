@@ -38,12 +38,7 @@ class Actions:
         self._progress: dict[Name, Progress] = {}
 
     def start(self, name: str, status: JobStatus) -> None:
-        """Asks for one action; returns at once. Where it is refused or unknown, `report` says why.
-
-        Args:
-            name: one of NAMES.
-            status: of now.
-        """
+        """Asks for one of NAMES, given the status of now; returns at once. Where it is refused, `report` says why."""
         if name not in NAMES:
             return
         progress = self._progress[name] = self._new(status)

@@ -44,10 +44,9 @@ def bundled() -> Path | None:
 
 
 def bundle(say: Callable[[str], object] = print) -> Path:
-    """Returns the folder with the library, after fetching it if it is not there yet. Two may do so at once.
+    """Returns the folder with the library, after fetching it if it is not there yet, which `say` is told in one line.
 
-    Args:
-        say: is told in one line what is fetched.
+    Two may do so at once.
 
     Raises:
         RunError: npm or pip failed, with their last words; or neither place can be written.

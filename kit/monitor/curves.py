@@ -95,12 +95,8 @@ class Curves:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns x of each pixel that has data, [n], and min, max and average of each series there, [3 x names, n].
 
-        Args:
-            names: of SERIES.
-            axis: one of AXES.
-            width: pixels.
-            start, end: part of the axis to show (default: all).
-            log: pixels are even steps of log x.
+        `axis` is one of AXES, `width` in pixels, `start` and `end` the part of the axis that is shown; with `log`
+        pixels are even steps of log x.
         """
         x = self[axis]
         edges = pixel_edges(x, width, start, end, log)

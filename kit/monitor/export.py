@@ -21,12 +21,9 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
     """Returns the steps of a run as a pyarrow table; speeds and utilisations are derived, the rest as recorded.
 
     Columns: those of `metrics.jsonl`, tokens_per_s, and mfu and hfu (fractions) where the run has them. Each step is
-    there once, in order, as the newest attempt left it, with total_tokens up to it. A value that was not recorded, and
-    only that, is null: NaN and infinity stay what they are.
-
-    Args:
-        run: which.
-        every_attempt: all lines in the order of the file instead, repeated steps too, without total_tokens.
+    there once, in order, as the newest attempt left it, with total_tokens up to it; with `every_attempt` all lines in
+    the order of the file, repeated steps too, without total_tokens. A value that was not recorded, and only that, is
+    null: NaN and infinity stay what they are.
     """
     import pyarrow
 

@@ -20,14 +20,10 @@ AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
 def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns a matplotlib figure of a run and the table that it shows.
+    """Returns a matplotlib figure of a run and the table that it shows; a run without a step gives an empty figure.
 
     The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations), tokens_per_s and,
-    where the site's peak is known and believable, mfu.
-
-    Args:
-        run: with at least no steps; an empty run gives an empty figure.
-        baselines: losses in nats per token drawn as dashed lines with their name.
+    where the site's peak is known and believable, mfu. `baselines` are losses in nats per token, drawn as dashed lines.
     """
     metrics = run.metrics()
     table = _table(metrics)
@@ -45,13 +41,7 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
 
 
 def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None) -> Any:
-    """Returns a figure of a run's loss alone, over the whole planned length of the run.
-
-    Args:
-        metrics: of the run.
-        num_steps: where the axis ends.
-        baselines: as in `run_figure`.
-    """
+    """Returns a figure of a run's loss alone, over its whole planned length; baselines as in `run_figure`."""
     table = _table(metrics)
     with new_figure(height=2.4) as (figure, axis):
         _draw_loss(axis, table, baselines or {})

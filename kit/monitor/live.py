@@ -63,12 +63,7 @@ async def follow(
 
 
 def view_html(run: Run, curve: str) -> str:
-    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the loss.
-
-    Args:
-        run: at any time of its life.
-        curve: of `curve_html`.
-    """
+    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the loss (`curve_html`)."""
     row = status_row(run)
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]

@@ -152,11 +152,7 @@ def save_all(
 ) -> dict[str, str]:
     """Writes figures into a folder as NAME.svg and NAME.png, with their tables as NAME.csv; tables as NAME.csv only.
 
-    Args:
-        figures: all or some of `FIGURES`.
-        folder: is made; files of these names in it are replaced.
-        runs: as in `PaperFigure.draw`.
-        dpi: of the PNG.
+    The folder is made, files of these names in it are replaced; runs as in `PaperFigure.draw`.
 
     Returns:
         Why a figure is not drawn (some show runs only), or "", by its name.

@@ -101,12 +101,7 @@ def _timed_attention() -> list[dict[str, Any]]:
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:
-    """Returns what belongs in a panel: all runs of clusters, and those demo-scale runs whose plans have these fields.
-
-    Args:
-        runs: run directories.
-        fields: of Plan, or its properties.
-    """
+    """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans have these fields."""
     found = []
     for run in opened(runs):
         fits = all(getattr(run.plan, name) == value for name, value in fields.items())

@@ -83,11 +83,7 @@ def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layout
 def hfu_percent(spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None) -> Array:
     """Returns a step time as per cent of peak, counted as the authors' code does it: with recomputation.
 
-    Args:
-        spec: the model.
-        layouts: of it.
-        seconds: of one step, with any leading axes.
-        basis: default `FlopBasis.MEGATRON_RECOMPUTE`; `FlopBasis.MODEL` gives MFU.
+    `seconds` may have any leading axes before that of the layouts; `FlopBasis.MODEL` as basis gives MFU.
     """
     flops = spec.flops_per_token(basis or FlopBasis.MEGATRON_RECOMPUTE)
     tokens = layouts.global_batch_size * layouts.sequence_length

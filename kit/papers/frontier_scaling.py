@@ -34,11 +34,9 @@ BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 
 
 def recipe_plan(model: str, **changes: Any) -> Plan:
-    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`.
+    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some changes.
 
-    Args:
-        model: which.
-        changes: of the plan; without `data_parallel`, it follows from the script's number of GCDs.
+    Without `data_parallel` among them, it follows from the script's number of GCDs.
     """
     known = facts()
     names = ("tensor_parallel", "pipeline_parallel", "micro_batch_size", "zero_stage", "global_batch_size")

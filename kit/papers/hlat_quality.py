@@ -50,11 +50,7 @@ def truthfulness_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns the newest report of each run, and reports given as files, each with how it was made and its name.
-
-    Args:
-        runs: run directories, folders of them, or `EvalReport` files; runs without scores are left out.
-    """
+    """Returns the newest report of each scored run, and those given as files, with how each was made and its name."""
     found = []
     for run in runs:
         if not isinstance(run, Run) and Path(run).is_file():

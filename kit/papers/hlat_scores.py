@@ -57,9 +57,7 @@ def end_points(model: str, panel: str) -> list[Layer]:
 def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
     """Returns the scores of a run's checkpoints with their 95 % intervals, by panel; other tasks by their name.
 
-    Args:
-        run: with scores in its directory.
-        unit: tokens that count as 1 on the axis.
+    `unit` is how many tokens count as 1 on the axis.
     """
     columns = {(task.task, task.shots): (task.column or "").split("_pass")[0] for task in SUITES["hlat"].tasks}
     found: dict[str, list[Layer]] = {}

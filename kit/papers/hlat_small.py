@@ -80,11 +80,7 @@ class SmallTraining:
         self.generator = torch.Generator().manual_seed(recipe.seed)
 
     def gradients(self, tokens: Tensor) -> tuple[float, float]:
-        """Computes gradients, clipped; returns loss and gradient norm before clipping.
-
-        Args:
-            tokens: [BATCH, T + 1].
-        """
+        """Computes gradients of tokens [BATCH, T + 1], clipped; returns loss and gradient norm before clipping."""
         self.model.load_state_dict(self.stored.state_dict())
         self.model.zero_grad()
         loss = self._loss(tokens)

@@ -220,9 +220,6 @@ def table(layers: Iterable[Layer], **columns: Any) -> Rows:
 def opened(runs: Runs) -> list[Run]:
     """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import` made into one.
 
-    Args:
-        runs: runs, run directories, or folders of them.
-
     Raises:
         RunError: there is no run in a folder.
         ConfigError: a log itself is given.
@@ -324,12 +321,7 @@ def on_clusters(runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.
 
 
 def curves(runs: Runs, column: str) -> dict[str, list[Layer]]:
-    """Returns one column of the metrics of each run against millions of tokens, a layer a run, by their scale.
-
-    Args:
-        runs: run directories; those without a step are left out.
-        column: of `Metrics`.
-    """
+    """Returns one column of the metrics of each run that has a step against millions of tokens, by scale."""
     found: dict[str, list[Layer]] = {"demo": [], "cluster": []}
     for run in opened(runs):
         metrics, scale = run.metrics(), scale_of(run)

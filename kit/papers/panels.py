@@ -76,12 +76,7 @@ def mark_demo_scale(axis: Any) -> None:
 
 
 def pairs(count: int, *, under_one: bool = False) -> str:
-    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide.
-
-    Args:
-        count: of panels.
-        under_one: another one above them, as wide as two.
-    """
+    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide, as is one above all."""
     names = "abcdefghijklmnopqrstuvwxyz"[: count + under_one]
     rows = [names[0] * 2] if under_one else []
     rows += [names[i : i + 2] if i + 1 < len(names) else names[i] * 2 for i in range(len(rows), len(names), 2)]
@@ -127,14 +122,9 @@ def sources(layers: Sequence[Layer]) -> list[str]:
 def paper_table(
     rows: Rows, layers: Sequence[Layer], *caption: str, notes: Sequence[str] = (), runs: Iterable[str] = ()
 ) -> Table:
-    """Returns what a paper prints as a table, with its caption and, as notes, its sources.
+    """Returns what a paper prints as a table: rows with the same keys, caption and notes as in `finish`.
 
-    Args:
-        rows: all with the same keys; values are shown as they are.
-        layers: whose sources are told.
-        caption: as in `finish`.
-        notes: as in `finish`.
-        runs: names of the reader's own runs in it.
+    `layers` tell its sources, `runs` are names of the reader's own runs in it.
     """
     drawn = Table(rows, " ".join(caption), (*notes, *sources(layers)))
     drawn.runs = frozenset(runs)

@@ -46,13 +46,9 @@ class Metrics:
 
     @classmethod
     def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
-        """Returns the metrics in a `metrics.jsonl`; torn or foreign lines are skipped and counted.
+        """Returns the metrics in a `metrics.jsonl`, if there is one; torn or foreign lines are skipped and counted.
 
-        Args:
-            file: may be absent (no steps yet).
-            spec: the model.
-            plans: the plan of each attempt.
-            site: where it runs; its peak makes MFU.
+        `plans` are those of the attempts; the site's peak makes MFU.
         """
         read = Columns(file).read_all()
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]

@@ -61,12 +61,7 @@ def write_results(
 ) -> Results:
     """Writes `directory`/NAME.json and returns what it holds.
 
-    Args:
-        name: of the benchmark: lower-case letters, digits and `_`.
-        rows: what was measured.
-        command: as a user would type it.
-        load_before: `load_average()` before the measurement began.
-        directory: is made if absent.
+    `command` is told as a user would type it; `load_before` is `load_average()` before the measurement began.
 
     Raises:
         ConfigError: the name cannot be that of a file and a marker.

@@ -66,13 +66,8 @@ def check_picture(file: Path) -> Path:
 def save_figure(figure: Any, rows: Rows, paths: Sequence[Path], *, dpi: int = 300) -> None:
     """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end in .csv.
 
-    The same figure gives the same bytes: no date, and names inside an SVG follow from what is drawn.
-
-    Args:
-        figure: of matplotlib.
-        rows: its table.
-        paths: their folders are made; what is there is replaced.
-        dpi: of what has pixels.
+    Folders are made, files replaced. The same figure gives the same bytes: no date, and names inside an SVG follow from
+    what is drawn.
     """
     from matplotlib import style
 
