@@ -12,17 +12,12 @@ from cluster.site import Site
 
 
 def render(job: JobSpec, site: Site) -> str:
-    """Returns the text that starts `job` on `site`: a shell script, or manifests under Kubernetes.
+    """Returns the text that starts `job` on `site`, the last of its scripts: shell, or manifests under Kubernetes.
 
     Raises:
         ConfigError: the job does not fit the site, or holds what no script should, such as a secret.
     """
-    return scripts(job, site)[main_script(site)]
-
-
-def main_script(site: Site) -> str:
-    """Returns the name of the file in the run directory that starts the job."""
-    return "submit.yaml" if site.scheduler == "kubernetes" else "submit.sh"
+    return list(scripts(job, site).values())[-1]
 
 
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:

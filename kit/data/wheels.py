@@ -41,7 +41,6 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
             f"`pip download {package}` failed: {reason} Try where a package index can be reached, or put the wheel "
             f"into a folder and set PIP_NO_INDEX=1 and PIP_FIND_LINKS to that folder."
         )
-    digest = file_sha256(wheels[0])
-    if digest != sha256:
+    if (digest := file_sha256(wheels[0])) != sha256:
         raise DataError(f"{wheels[0].name}: sha256 is {digest}, expected {sha256}. Check the package index.")
     return wheels[0]

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
 from kit.engines.adamw import adamw
@@ -15,7 +16,7 @@ from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.parallel.pipeline import build_schedule, forward_only
-from kit.parallel.tensor import cross_entropy, vocabulary_parallel_loss
+from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -166,7 +167,7 @@ class NativeEngine:
         return inputs.split(size), targets.split(size)
 
     def _loss_context(self):
-        return vocabulary_parallel_loss() if self.tensor_mesh is not None else contextlib.nullcontext()
+        return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
 
     def _mean_over_replicas(self, loss: Tensor) -> float:
         # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one replica.

@@ -118,8 +118,7 @@ def evaluate(
     file = report_file(run, checkpoint.step)
     dataset = run.dataset()
     if file.exists():  # whatever stands against adding to it is found before the work, not after
-        _check_same_tokenizer(file, dataset.info.tokenizer_sha256)
-        _set_aside_another_attempts(file, checkpoint.attempt)
+        _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
@@ -267,17 +266,13 @@ def _with(report: EvalReport, found: TaskScore | Unscored) -> EvalReport:
     return report.replace(scores=(*report.scores, found))
 
 
-def _check_same_tokenizer(file: Path, tokenizer_sha256: str) -> None:
-    before = EvalReport.read(file).tokenizer_sha256
-    if before != tokenizer_sha256:
+def _prepare(file: Path, tokenizer_sha256: str, attempt: int) -> None:
+    """Refuses to add to scores of another tokenizer, and renames those of a checkpoint of another attempt."""
+    before = EvalReport.read(file)
+    if before.tokenizer_sha256 != tokenizer_sha256:
         raise ConfigError(
-            f"{file}: its scores were made with tokenizer {before[:12]}, but the data set of the run now has "
-            f"{tokenizer_sha256[:12]}. Restore the data set that the run was trained on, or move the file away."
+            f"{file}: its scores were made with tokenizer {before.tokenizer_sha256[:12]}, but the data set of the run "
+            f"now has {tokenizer_sha256[:12]}. Restore the data set that the run was trained on, or move the file away."
         )
-
-
-def _set_aside_another_attempts(file: Path, attempt: int) -> None:
-    """Renames scores of a checkpoint that another attempt has since replaced: they are of other weights."""
-    before = EvalReport.read(file).attempt
-    if before not in (None, attempt):
-        file.rename(file.with_name(f"attempt_{before:02d}.{file.name}"))
+    if before.attempt not in (None, attempt):  # which has replaced the checkpoint since: they are of other weights
+        file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))

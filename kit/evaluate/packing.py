@@ -25,20 +25,13 @@ SEQUENCES_PER_ROW = 3
 
 
 class Row:
-    """Prefix trees, side by side.
-
-    Attributes:
-        tokens: of the nodes, in preorder.
-        positions: depth of each node in its tree.
-        ends: where the descendants of each node end.
-        places: for each sequence, the nodes of its last tokens.
-    """
+    """Prefix trees, side by side."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.ends: list[int] = []
-        self.places: dict[Sequence, list[int]] = {}
+        self.tokens: list[int] = []  # of the nodes, in preorder
+        self.positions: list[int] = []  # depth of each node in its tree
+        self.ends: list[int] = []  # where the descendants of each node end
+        self.places: dict[Sequence, list[int]] = {}  # for each sequence, the nodes of its last tokens
         self._path: list[int] = []  # nodes of the sequence added last, from its root
 
     def shared(self, sequence: Sequence) -> int:

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -65,7 +64,7 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | Non
     """Returns the mean negative log-likelihood in nats, computed in fp32.
 
     With a tensor axis `mesh`, logits hold this rank's part of the vocabulary and are never gathered; call it, and
-    its backward pass, inside `vocabulary_parallel_loss`.
+    its backward pass, inside torch's `loss_parallel`.
     """
     logits = logits_BTV.flatten(0, 1).float()
     if mesh is None:
@@ -73,9 +72,6 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | Non
     loss = F.cross_entropy(DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten())
     # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor forbids.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss
-
-
-vocabulary_parallel_loss = loss_parallel
 
 
 def _has(module: torch.nn.Module, name: str) -> bool:

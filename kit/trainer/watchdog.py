@@ -77,10 +77,8 @@ class Watchdog:
 
     def _end(self, limit_s: float) -> None:
         silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
-        named = ", ".join(map(str, silent[:8])) + (" ..." if len(silent) > 8 else "")
-        who = (
-            f"rank {named} no longer answers" if silent else "all ranks answer; the stacks in logs/ say where they wait"
-        )
+        who = f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no longer answers"
+        who = who if silent else "all ranks answer; the stacks in logs/ say where they wait"
         faulthandler.dump_traceback(all_threads=True)
         # The last line of the log is what the supervisor gives as the reason.
         print(f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.", file=sys.stderr, flush=True)

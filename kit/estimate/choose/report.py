@@ -27,10 +27,7 @@ class PlanReport:
         """The layout that is explained and kept."""
         return self.answers[self.choice - 1]
 
-    @property
-    def header(self) -> tuple[str, ...]:
-        """Names of the columns of `rows`."""
-        return ("#", *COLUMNS, "simulated s")
+    header = ("#", *COLUMNS, "simulated s")
 
     @property
     def rows(self) -> list[tuple[str, ...]]:

@@ -5,7 +5,6 @@ would change it, is in `explain.py`.
 """
 
 import dataclasses
-import html
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from kit.estimate.theory.memory import Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import step_time
 from kit.plan import EngineName, Plan
+from kit.show.table import Table
 from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -152,10 +152,6 @@ class Search:
             "mfu": self.mfu(index),
         }
 
-    def rows(self, count: int = 10) -> list[dict[str, Any]]:
-        """Returns the fastest feasible layouts as rows."""
-        return [self.row(int(index)) for index in self.fastest(count)]
-
     @property
     def title(self) -> str:
         """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
@@ -166,9 +162,8 @@ class Search:
         )
 
     def _repr_html_(self) -> str:
-        rows = (COLUMNS, *(cells(row) for row in self.rows(5)))
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table><caption>{html.escape(self.title)}</caption>{body}</table>"
+        rows = [dict(zip(COLUMNS, cells(self.row(int(index))), strict=True)) for index in self.fastest(5)]
+        return Table(rows, self.title)._repr_html_()
 
 
 def search(

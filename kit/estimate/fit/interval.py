@@ -61,22 +61,15 @@ class MeasuredRange:
         values = features(layouts)
         return cls(bounds={name: (float(np.min(v)), float(np.max(v))) for name, v in values.items()})
 
-    def outside(self, layouts: Layouts) -> dict[str, Array]:
-        """Returns by feature which layouts lie outside, with `MARGIN` to spare; no key where none does."""
-        found = {}
-        for name, value in features(layouts).items():
-            low, high = self.bounds[name]
-            off = np.broadcast_to((value < low / MARGIN) | (value > high * MARGIN), layouts.shape)
-            if off.any():
-                found[name] = off
-        return found
-
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns a sentence for each feature of which some layout lies outside the measured range."""
-        values = features(layouts)
-        return tuple(
-            f"{name} {float(np.broadcast_to(values[name], layouts.shape)[off][0]):.4g} is outside the measured range "
-            f"{self.bounds[name][0]:.4g} to {self.bounds[name][1]:.4g} ({int(off.sum())} of {off.size} layouts): the "
-            f"prediction is an extrapolation."
-            for name, off in self.outside(layouts).items()
-        )
+        """Returns a sentence for each feature of which some layout lies outside the measured range by `MARGIN`."""
+        found = []
+        for name, column in features(layouts).items():
+            (low, high), values = self.bounds[name], np.broadcast_to(column, layouts.shape)
+            off = (values < low / MARGIN) | (values > high * MARGIN)
+            if off.any():
+                found.append(
+                    f"{name} {float(values[off][0]):.4g} is outside the measured range {low:.4g} to {high:.4g} "
+                    f"({int(off.sum())} of {off.size} layouts): the prediction is an extrapolation."
+                )
+        return tuple(found)
