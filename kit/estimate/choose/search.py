@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CHUNK = 8192
 """Layouts evaluated at once: some dozens of float32 arrays of this length fit into a core's cache."""
 
-COLUMNS = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
+COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GB", "risk", "MFU")
 """Short names of what `cells` returns."""
 
 
