@@ -2,6 +2,11 @@
 
 Every process of Torch-XLA on CPUs is a world of its own, so what `xla_model` and `runtime` say of the world, and the
 collectives of `xla_model`, are replaced. Sums of bf16 are made in fp32 and rounded once.
+
+On a device a collective is a node of the step's one graph. Here it ends a graph, and must end it for all tensors: one
+read alone is computed by a graph of its own, and Torch-XLA 2.9 tells graphs apart by a hash that does not see which of
+several inputs of one shape an operation takes (github.com/pytorch/xla/issues/8353). So two weights of one shape, read
+while the gradient norm is still to be computed, are both updated by the first one's gradient.
 """
 
 import datetime
@@ -11,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_xla  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -81,6 +87,7 @@ def back(value: Tensor, like: Tensor) -> Tensor:
 def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
     """Returns `one` of a tensor, or of each of a list; written into `output`, where there is one."""
     many = isinstance(given, list | tuple)
+    torch_xla.sync()  # before any is read: see the top
     made = [one(tensor) for tensor in (given if many else [given])]
     if output is None:
         return made if many else made[0]

@@ -1,0 +1,26 @@
+"""Collectives of the test end a graph where a device's do not; that must not change what they carry."""
+
+import pytest
+import torch
+
+from tests.engines.real_nxd.conftest import start_xla
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.neuron
+
+
+def gather_unfinished() -> list[float]:
+    """Returns what a gathering makes of two tensors whose graphs Torch-XLA takes for the same one."""
+    import torch_xla  # pyright: ignore[reportMissingImports]
+    import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
+
+    a, b = (torch.full((1,), value).to(torch_xla.device()) for value in (2.0, 3.0))
+    torch_xla.sync()
+    gathered = xm.all_gather_bucketized([a * (a - b), b * (a - b)])
+    return torch.cat(gathered).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensors_of_one_list_come_from_their_own_inputs(ranks):
+    expected = [-2.0] * ranks + [-3.0] * ranks
+    assert run_ranks(ranks, gather_unfinished, start=start_xla) == [expected] * ranks
