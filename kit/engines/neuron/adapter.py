@@ -218,7 +218,11 @@ class Nxd:
     # Steps and checkpoints -------------------------------------------------------------------------------------
 
     def mark_step(self) -> None:
-        """Ends a graph: what was recorded so far is compiled, if it is new, and runs."""
+        """Ends a graph: what was recorded so far is compiled, if it is new, and runs.
+
+        Before it no single weight may be read: that is a graph of its own, and Torch-XLA 2.9 can take one such graph
+        for another (github.com/pytorch/xla/issues/8353).
+        """
         self._xm.mark_step()
 
     def save(self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict) -> None:
