@@ -25,7 +25,7 @@ NotebookError = (CellExecutionError, CellTimeoutError, DeadKernelError)
 class TerminalClient(NotebookClient):
     """Runs a notebook and tells a terminal which cell is at work, for how long, and what its live view says."""
 
-    def __init__(self, document: nbformat.NotebookNode, *, directory: Path, console: Console) -> None:
+    def __init__(self, document: nbformat.NotebookNode, directory: Path, console: Console) -> None:
         super().__init__(
             document,
             timeout=CELL_LIMIT_S,
@@ -59,15 +59,14 @@ class TerminalClient(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
-def execute(notebook: Path, out: Path, *, directory: Path | None = None, console: Console | None = None) -> None:
+def execute(notebook: Path, out: Path, *, console: Console | None = None) -> None:
     """Runs all cells of a notebook, which is left as it is, and writes the executed copy, as far as it got, to `out`.
 
     Raises:
         CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.
     """
     document = nbformat.read(notebook, as_version=4)
-    console = console or Console(quiet=True)
-    client = TerminalClient(document, directory=directory or notebook.parent, console=console)
+    client = TerminalClient(document, notebook.parent, console or Console(quiet=True))
     try:
         with client.status:
             client.execute()

@@ -30,19 +30,19 @@ class Finding:
     advice: str = ""
 
 
-def examine(directory: Path = Path(), *, deep: bool = False) -> list[Finding]:
-    """Returns what was found, the free space in a folder too; it takes as long as an import of torch.
+def examine(*, deep: bool = False) -> list[Finding]:
+    """Returns what was found, the free space of this folder too; it takes as long as an import of torch.
 
     With `deep` DeepSpeed trains a step, which takes up to a minute.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    free = shutil.disk_usage(directory).free
+    free = shutil.disk_usage(Path()).free
     fits = (3, 11) <= sys.version_info[:2] <= (3, 14)
     return [
         Finding(subject="Python", found=sys.version.split()[0], ok=fits,
                 advice="" if fits else "use a Python from 3.11 to 3.14"),
         Finding(subject="cores, memory", found=f"{os.cpu_count()}, {memory / 2**30:.0f} GiB", ok=True),
-        Finding(subject=f"free space in {directory.absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
+        Finding(subject=f"free space in {Path().absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
                 advice="" if free > 2**31 else "checkpoints and data need more"),
         _import_time(),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
@@ -79,14 +79,13 @@ def _package(name: str, extra: str) -> Finding:
 def _deepspeed(deep: bool) -> Finding:
     """With `deep` made to train one step, since it can be installed and fail to start: a compiler, a lock, a torch."""
     name = "deepspeed"
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(subject=name, found="not installed", ok=None, advice="pip install -e '.[deepspeed]'")
+    installed = _package(name, name)
+    if not installed.ok:
+        return installed
+    version = installed.found
     if not deep:
-        return Finding(
-            subject=name, found=f"{version}, not tried", ok=True, advice="a training step: `kit doctor --deep`"
-        )
+        advice = "a training step: `kit doctor --deep`"
+        return Finding(subject=name, found=f"{version}, not tried", ok=True, advice=advice)
     probe = [sys.executable, "-m", "kit.engines.deepspeed.probe"]
     try:
         done = subprocess.run(probe, capture_output=True, text=True, timeout=PROBE_LIMIT_S)

@@ -1,11 +1,9 @@
 """Commands on what runs have recorded: runs, export, sink, import."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.live import Live
 from rich.text import Text
 
 from cluster.site import Site
@@ -22,7 +20,7 @@ from kit.commands.options import (
 )
 from kit.errors import RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import Table
+from kit.show.terminal import Table, keep_drawing
 from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def runs(
     if compare:
         _compare(table.folder, compare, out, as_json)
     elif watch and not as_json:
-        _watch(folder)
+        keep_drawing(lambda: _drawn(runs_table(folder)), console(), every_s=2.0, over=lambda: False)
     else:
         tell(table.to_dicts(), as_json, _drawn(table))
 
@@ -121,18 +119,6 @@ def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) ->
     save_figure(figure, [], [file])
     plain = {name: {key: column.tolist() for key, column in columns.items()} for name, columns in table.items()}
     print(strict_json(plain) if as_json else file)
-
-
-def _watch(folder: Path, refresh_s: float = 2.0) -> None:
-    from kit.monitor.runs import runs_table
-
-    with Live(console=console(), auto_refresh=False) as live:
-        try:
-            while True:
-                live.update(_drawn(runs_table(folder)), refresh=True)
-                time.sleep(refresh_s)
-        except KeyboardInterrupt:
-            pass
 
 
 def _drawn(table: "RunsTable") -> Table | str:

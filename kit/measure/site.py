@@ -23,7 +23,7 @@ TRIAD_NUMBERS = 2**25
 """Of each of three fp32 arrays: 128 MiB each, beyond any cache."""
 
 
-def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> Site:
+def measure_site(site: Site, *, num_processes: int = 2) -> Site:
     """Returns a local site with measured peak, memory bandwidth and links; takes about 20 s.
 
     The rates of one process while the others idle: what several processes on few cores get is less, and is what a
@@ -37,7 +37,7 @@ def measure_site(site: Site, *, num_processes: int = 2, dtype: str = "fp32") -> 
             f"site.scheduler: {site.scheduler!r} is not this machine. Measure inside a job there: "
             f"`python -m kit.measure.collectives --out FILE` as the command of each rank."
         )
-    site = measured_site(site, dtype)
+    site = measured_site(site)
     rows = collectives(num_processes)
     source = f"measured on this machine: gloo, {num_processes} processes"
     links = tuple(
@@ -140,7 +140,7 @@ def best_rates(rows: list[dict]) -> dict[int, float]:
     return rates
 
 
-def memory_bytes_per_s(seconds: float = 1.0) -> float:
+def memory_bytes_per_s() -> float:
     """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one thread."""
     import torch
 
@@ -148,4 +148,4 @@ def memory_bytes_per_s(seconds: float = 1.0) -> float:
 
     a, b, c = (torch.ones(TRIAD_NUMBERS) for _ in range(3))
     with one_thread():
-        return 12 * TRIAD_NUMBERS / best_within(seconds, lambda: torch.add(b, c, out=a))
+        return 12 * TRIAD_NUMBERS / best_within(1.0, lambda: torch.add(b, c, out=a))

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,10 +42,8 @@ def bundled() -> Path | None:
     return next((place for place in places() if _is_whole(place)), None)
 
 
-def bundle(say: Callable[[str], object] = print) -> Path:
-    """Returns the folder with the library, after fetching it if it is not there yet, which `say` is told in one line.
-
-    Two may do so at once.
+def bundle() -> Path:
+    """Returns the folder with the library, after fetching it if it is not there yet. Two may do so at once.
 
     Raises:
         RunError: npm or pip failed, with their last words; or neither place can be written.
@@ -54,7 +51,7 @@ def bundle(say: Callable[[str], object] = print) -> Path:
     if place := bundled():
         return place
     with tempfile.TemporaryDirectory(prefix="kit-uplot-") as folder:
-        fetched = _fetch(Path(folder), say)
+        fetched = _fetch(Path(folder))
         refused = []
         for place in places():
             try:
@@ -89,12 +86,12 @@ def _is_whole(place: Path) -> bool:
         return False
 
 
-def _fetch(folder: Path, say: Callable[[str], object]) -> Path:
+def _fetch(folder: Path) -> Path:
     """Returns the package as npm has unpacked it below `folder`."""
     for name in ("package.json", "package-lock.json"):
         shutil.copy(STATIC / name, folder)
     lent = "" if _own_npm() else ", by an npm that pip lends (60 MB)"
-    say(f"Fetching the dashboard's chart library, uPlot {version()}, once{lent} ...")
+    print(f"Fetching the dashboard's chart library, uPlot {version()}, once{lent} ...")
     npm = _own_npm() or _lent_npm(folder / "node")
     command = [*npm, "ci", *NPM_OPTIONS, f"--cache={folder / 'cache'}"]
     _run(command, folder, "Run it again where npm's registry can be reached")

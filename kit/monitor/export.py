@@ -1,13 +1,13 @@
 """Export: the steps of a run as a CSV or Parquet table, with the facts that its derived columns rest on."""
 
+import io
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, suggestion
+from cluster.record import ConfigError, suggestion, write_atomic
 from kit.errors import RunError
 from kit.run import Run
 from kit.run.columns import first_steps, supersede
@@ -58,23 +58,15 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
         raise RunError(f"{file} cannot be written: give a file in a folder that exists.")
     if file.exists() and not overwrite:
         raise RunError(f"{file} exists. Give another --out, or --overwrite.")
-    table = export_table(run, every_attempt=every_attempt)
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
-        temporary = Path(folder) / file.name
-        _write(table, temporary, format)
-        temporary.replace(file)
-    return table.num_rows
+    from pyarrow import csv, parquet
 
-
-def _write(table: Any, file: Path, format: str) -> None:
+    table, written = export_table(run, every_attempt=every_attempt), io.BytesIO()
     if format == "csv":
-        from pyarrow import csv
-
-        csv.write_csv(table, file)
+        csv.write_csv(table, written)
     else:
-        from pyarrow import parquet
-
-        parquet.write_table(table, file, compression="zstd")
+        parquet.write_table(table, written, compression="zstd")
+    write_atomic(file, written.getvalue())
+    return table.num_rows
 
 
 def _newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

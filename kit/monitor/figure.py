@@ -50,12 +50,12 @@ def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float]
     return figure
 
 
-def smooth(values: np.ndarray, steps: int = EMA_STEPS) -> np.ndarray:
-    """Returns the exponential moving average of `values` with a window of about `steps`, right from the first value.
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Returns the exponential moving average with a window of about EMA_STEPS, right from the first value.
 
     What is not finite is left out of the average and is a gap, NaN, in the result.
     """
-    return np.where(np.isfinite(values), Average(1 - 1 / steps).update(values), np.nan)
+    return np.where(np.isfinite(values), Average(1 - 1 / EMA_STEPS).update(values), np.nan)
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:

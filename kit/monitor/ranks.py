@@ -146,11 +146,12 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
     return rank, math.exp(np.mean(blocks)), min(1.0, len(relative) * _tail(excess / error))
 
 
-def _tail(t: float, freedom: int = BLOCKS - 1) -> float:
-    """Returns the probability that Student's t of an odd number of degrees of freedom is above t.
+def _tail(t: float) -> float:
+    """Returns the probability that Student's t of BLOCKS - 1 degrees of freedom, which are odd in number, is above t.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
     """
+    freedom = BLOCKS - 1
     angle = math.atan(t / math.sqrt(freedom))
     term = series = math.cos(angle)
     for k in range(2, freedom - 1, 2):

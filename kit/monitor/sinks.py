@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -45,18 +45,6 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     return found
 
 
-class Sink(Protocol):
-    """Where rows go."""
-
-    def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
-        """Takes one step of one attempt."""
-        ...
-
-    def close(self) -> None:
-        """Returns once everything is in files, or has been sent."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkState(Record):
     """sink.json: what a sink has copied for good."""
@@ -81,6 +69,7 @@ class TensorBoardSink:
         self.writers: dict[int, Any] = {}
 
     def write(self, attempt: int, step: int, time_s: float | None, values: dict[str, float]) -> None:
+        """Takes one step of one attempt."""
         if attempt not in self.writers:
             self.writers[attempt] = self.open_writer(str(self.folder / f"attempt_{attempt:02d}"))
         tags = [self.summary.Value(tag=name, simple_value=value) for name, value in values.items()]
@@ -88,6 +77,7 @@ class TensorBoardSink:
         self.writers[attempt].add_event(event)
 
     def close(self) -> None:
+        """Returns once everything is in files."""
         for writer in self.writers.values():
             writer.close()
 
@@ -147,7 +137,7 @@ class WandbSink:
         return opened
 
 
-SINKS: dict[str, Callable[[Run, Path, SinkState], Sink]] = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
+SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -17,19 +16,15 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
-from kit.show.terminal import PlainConsole, Trimmed, number
+from kit.show.terminal import PlainConsole, Trimmed, keep_drawing, number
 
-COLOURS = {
-    JobState.RUNNING: "green",
-    JobState.DONE: "green",
-    JobState.IMPORTED: "cyan",
-    JobState.STARTING: "cyan",
-    JobState.QUEUED: "cyan",
-    JobState.STOPPING: "yellow",
-    JobState.STALLED: "yellow",
-    JobState.FAILED: "red",
-    JobState.LOST: "red",
+STATES = {
+    "green": (JobState.RUNNING, JobState.DONE),
+    "cyan": (JobState.IMPORTED, JobState.STARTING, JobState.QUEUED),
+    "yellow": (JobState.STOPPING, JobState.STALLED),
+    "red": (JobState.FAILED, JobState.LOST),
 }
+COLOURS = {state: colour for colour, states in STATES.items() for state in states}
 BARS = " ▁▂▃▄▅▆▇█"
 ALERTS_SHOWN = 5
 LOSS_LEAST = 4
@@ -62,7 +57,7 @@ def status_table(run: Run, width: int = 80) -> Group:
     return _looked_at(Dashboard(run), width)
 
 
-def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -> None:
+def watch(run: Run, *, console: Console | None = None) -> None:
     """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone."""
     console = console or PlainConsole()
     dashboard = Dashboard(run)
@@ -71,13 +66,7 @@ def watch(run: Run, *, refresh_s: float = 1.0, console: Console | None = None) -
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
         return _looked_at(dashboard, width, console.height if console.is_terminal else None)
 
-    with Live(view(), console=console, auto_refresh=False) as live:
-        try:
-            while not dashboard.status.state.is_final:
-                time.sleep(refresh_s)
-                live.update(view(), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    keep_drawing(view, console, every_s=1.0, over=lambda: dashboard.status.state.is_final)
 
 
 def recorded_alerts(run: Run) -> list[Alert]:

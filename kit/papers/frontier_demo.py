@@ -67,9 +67,9 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
     return opened([directory])
 
 
-def demo_search(directory: str | Path, data: str | Path, num_trials: int = 8) -> Trials:
+def demo_search(directory: str | Path, data: str | Path) -> Trials:
     """Returns a hyperparameter search on real runs of this machine; it shares the study's runs and its folder."""
-    return tune(objective(directory, data), SPACE, num_trials=num_trials, storage=Path(directory) / SEARCH)
+    return tune(objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH)
 
 
 def demo_attention(directory: str | Path) -> list[dict[str, Any]]:

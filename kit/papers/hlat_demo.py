@@ -61,21 +61,16 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
 
 def demo_spikes(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the steps of a small model without a spike, and with one that is answered in four ways."""
+    from kit.papers.hlat_small import ANSWERS, train_with_spike
 
-    def make() -> dict[str, list[dict[str, Any]]]:
-        from kit.papers.hlat_small import ANSWERS, train_with_spike
-
-        return train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS)
-
-    return kept(Path(directory) / SPIKES, make)
+    return kept(Path(directory) / SPIKES, lambda: train_with_spike(Dataset.open(data), SPIKE_RECIPE, ANSWERS))
 
 
 def demo_precision(directory: str | Path, data: str | Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the steps of a small model in each of four precisions."""
+    from kit.papers.hlat_small import PRECISIONS, train_in
 
     def make() -> dict[str, list[dict[str, Any]]]:
-        from kit.papers.hlat_small import PRECISIONS, train_in
-
         dataset = Dataset.open(data)
         return {precision.name: train_in(dataset, PRECISION_RECIPE, precision) for precision in PRECISIONS}
 

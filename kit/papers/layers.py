@@ -147,31 +147,29 @@ class Layer:
             object.__setattr__(self, name, np.broadcast_to(column, columns["x"].shape))
 
     @classmethod
-    def published(cls, facts: Sequence[Fact], *, label: str, names: Sequence[str] = (), scale: float = 1.0) -> Self:
+    def published(cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0) -> Self:
         """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x as names.
 
         Args:
             facts: of one series.
             label: for the legend and the table.
-            names: keep these x only, in this order; default all.
             scale: multiplies the values.
 
         Raises:
             ConfigError: one of them is only remembered.
         """
-        facts = [next(fact for fact in facts if fact.x == name) for name in names] if names else list(facts)
         for fact in facts:
             if fact.known == "remembered":
                 raise ConfigError(f"{fact.series} {fact.x}: remembered, not read. It cannot be drawn as published.")
         try:
-            x, names = np.array([float(fact.x) for fact in facts]), ()
+            x, names = [float(fact.x) for fact in facts], ()
         except ValueError:
-            x, names = np.arange(float(len(facts))), tuple(fact.x for fact in facts)
-        y = scale * np.array([fact.number for fact in facts])
+            x, names = range(len(facts)), tuple(fact.x for fact in facts)
+        y = [scale * fact.number for fact in facts]
         how = {fact.known for fact in facts} - {"read"}
         sources = "; ".join(dict.fromkeys(fact.source for fact in facts))
         source = f"{sources} ({', '.join(sorted(how))})" if how else sources
-        return cls(kind="published", label=label, x=x, y=y, source=source, names=tuple(names))
+        return cls(kind="published", label=label, x=x, y=y, source=source, names=names)
 
     @classmethod
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:

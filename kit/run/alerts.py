@@ -1,5 +1,6 @@
 """alerts.jsonl: what deserved a look, said once, whoever saw it."""
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -68,12 +69,9 @@ class AlertLog(Tail):
         self.read()
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
-        try:
-            if new:
-                with self.file.open("ab") as stream:  # one write, so that lines of two watchers never mix
-                    stream.write(lines)
-        except OSError:
-            pass
+        if new:
+            with contextlib.suppress(OSError), self.file.open("ab") as stream:
+                stream.write(lines)  # at once, so that lines of two watchers never mix
         return new
 
     def _take(self, alert: Alert) -> bool:

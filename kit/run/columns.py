@@ -4,7 +4,6 @@ The same rule as `kit.run.metrics.Metrics`: a newer attempt's steps replace what
 new bytes are read each time.
 """
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from cluster.record import write_atomic
 from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
@@ -68,32 +68,23 @@ class Columns(Tail):
             "tail": self._last.hex(), "skipped_lines": self.skipped_lines,
             "first_steps": list(self.first_steps.items()),
         }  # fmt: skip
-        temporary = self.cache.with_name(f".{self.cache.name}.{os.getpid()}")
         try:
-            self.cache.parent.mkdir(exist_ok=True)
-            with temporary.open("wb") as stream:
-                stream.write(json.dumps(header).encode() + b"\n")
-                self._data[:, : len(self)].tofile(stream)
-            os.replace(temporary, self.cache)
+            write_atomic(self.cache, json.dumps(header).encode() + b"\n" + self._data[:, : len(self)].tobytes())
         except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return False
         self._cached_rows = len(self)
         return True
 
     def load_cache(self) -> None:
         """Takes over what an earlier reader has kept, where it is of this file; only the first time."""
-        if self._cached_rows >= 0:
-            return
-        self._read_cache()
-        self._cached_rows = len(self)
+        if self._cached_rows < 0:
+            if self.cache is not None:
+                self._read_cache(self.cache)
+            self._cached_rows = len(self)
 
-    def _read_cache(self) -> None:
-        if self.cache is None:
-            return
+    def _read_cache(self, cache: Path) -> None:
         try:
-            with self.cache.open("rb") as stream:
+            with cache.open("rb") as stream:
                 header = json.loads(stream.readline(65536))
                 if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
                     return

@@ -4,11 +4,13 @@ Names, reasons and log lines are shown, and never obeyed by the terminal. What d
 """
 
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -68,6 +70,19 @@ class PlainConsole(Console):
         """Yields the pieces of something printed, their text made plain."""
         for text, style, control in super().render(*args, **options):
             yield Segment(text if control else plain(text), style, control)
+
+
+def keep_drawing(
+    view: Callable[[], RenderableType], console: Console, *, every_s: float, over: Callable[[], bool]
+) -> None:
+    """Draws a view again and again in its place until it is over, or the user presses Ctrl-C."""
+    with Live(view(), console=console, auto_refresh=False) as live:
+        try:
+            while not over():
+                time.sleep(every_s)
+                live.update(view(), refresh=True)
+        except KeyboardInterrupt:
+            pass
 
 
 class Trimmed:

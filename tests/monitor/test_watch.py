@@ -142,8 +142,9 @@ def test_a_speed_above_the_peak_is_not_printed(too_fast: Run) -> None:
 
 def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
     screen = io.StringIO()
-    thread = threading.Thread(target=watch, args=(run,), kwargs={
-        "refresh_s": 0.05, "console": Console(file=screen, width=80, force_terminal=True)})  # fmt: skip
+    thread = threading.Thread(
+        target=watch, args=(run,), kwargs={"console": Console(file=screen, width=80, force_terminal=True)}
+    )
     thread.start()
     time.sleep(0.5)
     assert thread.is_alive(), "as long as the job runs"
@@ -158,8 +159,7 @@ def test_watch_ends_with_the_run_and_shows_its_end(run: Run) -> None:
 
 def test_watch_outlives_the_directory(run: Run) -> None:
     screen = io.StringIO()
-    thread = threading.Thread(target=watch, args=(run,), kwargs={
-        "refresh_s": 0.05, "console": Console(file=screen, width=120)})  # fmt: skip
+    thread = threading.Thread(target=watch, args=(run,), kwargs={"console": Console(file=screen, width=120)})
     thread.start()
     time.sleep(0.5)
     shutil.rmtree(run.directory)
