@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from cluster.local import MAX_PROCESSES
 from cluster.record import ConfigError, write_atomic
 from kit.commands.options import JsonOption, console, facts_table, tell
 from kit.plan import EngineName
@@ -59,6 +60,8 @@ def validate(
     as_json: JsonOption = False,
 ) -> None:
     """Print the estimator's error on published runs, whole groups held out, or on those of a CSV."""
+    if rows is None and calibrate is not None:
+        raise ConfigError(f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both.")
     from kit.estimate.validation.validate import validate as validate_runs
     from kit.show.results import format_value, load_average, write_results
 
@@ -94,7 +97,7 @@ def calibrate(
 
 @bench_app.command("site")
 def bench_site(
-    processes: Annotated[int, typer.Option(help="over which collectives are measured")] = 2,
+    processes: Annotated[int, typer.Option(help="over which collectives are measured", min=2, max=MAX_PROCESSES)] = 2,
     out: Annotated[Path | None, typer.Option(help="keep them as a site file, NAME.toml; --site takes it")] = None,
     apply: Annotated[
         Path | None, typer.Option(help="only measure the peak again, into a run's site.json", metavar="RUN")
@@ -103,6 +106,7 @@ def bench_site(
 ) -> None:
     """Measure matrix products, memory and collectives of this machine; or again the peak that a run's MFU rests on."""
     from cluster.site import Site
+    from kit.measure.gemm import measured_site
     from kit.measure.site import measure_site, to_toml
 
     if apply is not None:
@@ -112,7 +116,8 @@ def bench_site(
         return
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
-    site = measure_site(Site.load("laptop"), num_processes=processes)
+    site = measured_site(Site.load("laptop"), "bf16")  # what layouts are planned in
+    site = measure_site(site, num_processes=processes)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, to_toml(site.replace(name=out.stem)))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -56,9 +57,11 @@ def launch(
     place, changes = Site.load(site), parse_settings(settings)
     asked = ask_for(model, recipe, plan, {"data": data and str(data), "num_steps": steps}, changes)
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
-    time_limit_s = None if minutes is None else 60 * minutes
+    time_limit_s = _seconds(minutes)
     if show:
-        _show(run, asked, place, time_limit_s)
+        is_own = site.endswith(".toml")
+        where = f"in {site}" if is_own else f"in a site file of your own, with base = {place.name!r}"
+        _show(run, asked, place, time_limit_s, where)
         return
     if asked.lacking:
         raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
@@ -81,7 +84,7 @@ def resume(
 ) -> None:
     """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
     plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
-    limit_s = None if minutes is None else 60 * minutes
+    limit_s = _seconds(minutes)
     with told_if_interrupted(run):
         started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=limit_s)
     hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
@@ -219,7 +222,14 @@ def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -
     return plan.replace(data_parallel=wanted // held)
 
 
-def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None) -> None:
+def _seconds(minutes: float | None) -> float | None:
+    """Returns a time limit in seconds; raises ConfigError for one that is no time."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"--minutes {minutes:g}: not allowed. Give a number above 0.")
+    return None if minutes is None else 60 * minutes
+
+
+def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where: str) -> None:
     """Prints every script to standard output, and to standard error what nobody but the user can fill in."""
     shown = Recipe(data=EDIT, num_steps=1)  # no script holds a recipe
     prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=shown, site=site)
@@ -231,7 +241,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None) -> No
         for number, line in enumerate(text.splitlines(), start=1):
             if re.search(rf"\b{EDIT}\b", line):
                 left.append(f"{name}, line {number}: {line.strip()}")
-    left += [f"{field}: in a site file of your own, with base = {site.name!r}" for field in to_fill_in(site)]
+    left += [f"{field}: {where}" for field in to_fill_in(site)]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
     if left:
         said = PlainConsole(stderr=True, soft_wrap=True)

@@ -143,8 +143,11 @@ def _living(run: Path, what: str) -> Job:
         raise RunError(f"{run}: there is nothing to {what}, it was imported from another trainer's log.")
     status = opened.job.status()
     if status.state.is_final:
-        raise RunError(f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). "
-                       f"Go on with `{kit_command('resume', run)}`.")  # fmt: skip
+        is_whole = opened.checkpoints.steps()[-1:] >= [opened.recipe.num_steps]
+        go_on = kit_command("resume", run, "--steps", "N") if is_whole else kit_command("resume", run)
+        raise RunError(
+            f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason}). Go on with `{go_on}`."
+        )
     return opened.job
 
 

@@ -50,34 +50,45 @@ def evaluate(
     from kit import evaluate as evaluation
     from kit.evaluate.folder import is_hugging_face_folder
 
+    given = {
+        "--step": step is not None,
+        "--tasks": tasks is not None,
+        "--suite": suite is not None,
+        "--limit": limit is not None,
+        "--follow": follow,
+        "--submit": submit,
+        "--out": out is not None,
+    }
     if run == "data":
+        _refuse(given, "`kit eval data` fetches all benchmarks and scores nothing. Leave it out.")
         _data(mirror, as_json)
         return
+    if suite is not None and tasks is not None:
+        raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
     options: dict[str, Any] = {
         "limit": limit, "seed": seed, "num_fewshot": num_fewshot, "batch_tokens": batch_tokens,
         "untrusted_code": untrusted_code, "download": download, "mirror": mirror,
     }  # fmt: skip
-    asked = suite or (tuple(tasks.split(",")) if tasks else None)
+    asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
     if is_hugging_face_folder(Path(run)):
-        _refuse_of_a_run(run, {"--step": step is not None, "--follow": follow, "--submit": submit})
+        of_a_run = {flag: given[flag] for flag in ("--step", "--follow", "--submit")}
+        _refuse(of_a_run, f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.")
         _folder(Path(run), asked, out, options, as_json)
         return
     if out is not None:
         raise ConfigError("--out: only with a Hugging Face folder; a run keeps its scores in its own eval/.")
     if submit and not follow:
         raise ConfigError("--submit: only with --follow. Give both, or neither to score here and now.")
-    chosen = asked or evaluation.DEFAULT_TASKS
+    chosen = evaluation.DEFAULT_TASKS if asked is None else asked
     if follow:
         _follow(Run.open(run), chosen, options, submit, as_json)
         return
     _print(evaluation.evaluate(Run.open(run), step, chosen, **options), suite, as_json)
 
 
-def _refuse_of_a_run(folder: str, given: dict[str, bool]) -> None:
+def _refuse(given: dict[str, bool], why: str) -> None:
     for flag in (flag for flag, is_given in given.items() if is_given):
-        raise ConfigError(
-            f"{flag}: {folder} is a Hugging Face folder, which has one model. Give a run, or leave it out."
-        )
+        raise ConfigError(f"{flag}: {why}")
 
 
 def _folder(
@@ -85,7 +96,7 @@ def _folder(
 ) -> None:
     from kit.evaluate.folder import DEFAULT_TASKS, evaluate_folder, report_beside
 
-    report = evaluate_folder(folder, asked or DEFAULT_TASKS, out=out, **options)
+    report = evaluate_folder(folder, DEFAULT_TASKS if asked is None else asked, out=out, **options)
     _print(report, asked, as_json)
     if not as_json:
         console().print(Text(f"Kept in {out or report_beside(folder)}"))

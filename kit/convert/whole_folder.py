@@ -30,6 +30,10 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         part = Path(scratch) / "folder"
         part.mkdir()
         yield part
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
+        try:
+            if folder.exists():
+                folder.rmdir()
+            os.replace(part, folder)
+        except OSError:
+            refuse_occupied(folder)  # somebody else was faster
+            raise

@@ -147,7 +147,7 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
             if not files:
                 raise DataError(f"{path}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}.")
         elif not path.exists():
-            raise DataError(f"{path}: no such file or folder.")
+            raise DataError(f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders of them.")
         elif path.suffix not in FORMATS:
             raise DataError(f"{path}: cannot read this format. {suggestion(path.suffix, FORMATS)}")
         else:

@@ -19,7 +19,7 @@ from kit.data.readers import TEXT_KEY
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
 from kit.data.wheels import file_sha256
-from kit.errors import DataError
+from kit.errors import DataError, kit_command
 
 FORMAT = 1
 DESCRIPTION = "dataset.json"
@@ -131,7 +131,12 @@ class Dataset:
         """
         directory = Path(directory)
         if not (directory / DESCRIPTION).is_file():
-            raise DataError(f"{directory}: not a dataset ({DESCRIPTION} is missing). {rebuild_hint(directory)}")
+            if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+                raise DataError(
+                    f"{directory}: not a dataset ({DESCRIPTION} is missing). Give a folder made by `kit data build`."
+                )
+            build = kit_command("data", "build", directory)
+            raise DataError(f"{directory}: not a dataset, but empty or absent. Build it: {build}")
         info = DatasetInfo.read(directory / DESCRIPTION)
         if info.format != FORMAT:
             found = f"{directory}: format {info.format}, this version reads {FORMAT}."

@@ -194,7 +194,8 @@ def _load_folder(folder: Path) -> Tokenizer:
         data = wrapper.backend_tokenizer.to_str().encode()
     except (OSError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{folder}: no tokenizer.json, no tokenizer.model, and transformers finds none ({error})."
+            f"{folder}: no tokenizer.json, no tokenizer.model, and transformers finds none. Give a tokenizer.json, "
+            f"a .model, or a folder with one."
         ) from error
     return BytePairTokenizer(data, eos_token=wrapper.eos_token)
 

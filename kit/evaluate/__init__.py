@@ -1,7 +1,9 @@
 """Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out text of the corpus."""
 
 import dataclasses
+import errno
 import hashlib
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -119,6 +121,7 @@ def evaluate(
     dataset = run.dataset()
     if file.exists():  # whatever stands against adding to it is found before the work, not after
         _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
+    check_keepable(file)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
@@ -131,6 +134,21 @@ def evaluate(
         skip=isinstance(tasks, str),
     )  # fmt: skip
     return keep_scores(file, report, found, start)
+
+
+def check_keepable(file: Path) -> None:
+    """Refuses before the work, which may take hours, a file that no report can be written to.
+
+    Raises:
+        ConfigError: it is a folder.
+        OSError: its folder cannot be made, or written to.
+    """
+    if file.is_dir():
+        raise ConfigError(f"{file}: is a folder. Give a file, which is made: `--out FILE`.")
+    there = next(folder for folder in file.absolute().parents if folder.exists())
+    for wrong, code in ((not there.is_dir(), errno.ENOTDIR), (not os.access(there, os.W_OK), errno.EACCES)):
+        if wrong:
+            raise OSError(code, os.strerror(code), str(there))
 
 
 def keep_scores(file: Path, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float) -> EvalReport:

@@ -10,7 +10,7 @@ from kit.data import load_tokenizer
 from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError
-from kit.evaluate import Options, check_request, keep_scores, score_all
+from kit.evaluate import Options, check_keepable, check_request, keep_scores, score_all
 from kit.evaluate.report import EvalReport
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
@@ -76,6 +76,7 @@ def evaluate_folder(
 
     folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
     file, start = out or report_beside(folder), time.perf_counter()
+    check_keepable(file)
     lone, model = load_tokenizer(folder), import_hugging_face(folder)  # cheap refusals first
     tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(

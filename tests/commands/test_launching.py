@@ -147,6 +147,9 @@ def test_show_prints_every_script_and_what_is_left(capsys: pytest.CaptureFixture
     assert any("site.slurm.partition: in a site file of your own" in line for line in lines)
     assert lines[-1] == "  recipe.data: --data FOLDER, made by `kit data build`"
     assert not Path("runs").exists()
+    Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
+    launch("--recipe", "hlat-70b", "--site", "my-trn1.toml", "--nodes", "64", "--show")
+    assert "site.slurm.partition: in my-trn1.toml\n" in capsys.readouterr().err, "which is the reader's own already"
 
 
 def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -> None:

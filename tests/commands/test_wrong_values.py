@@ -10,8 +10,9 @@ import pytest
 
 from cluster.process import Process
 from cluster.state import JobState
-from kit.__main__ import main
-from kit.errors import DataError
+from kit.__main__ import app, main
+from kit.convert.whole_folder import whole_folder
+from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec
 from tests.monitor.recorded import recorded_run, say
 
@@ -68,6 +69,52 @@ def test_wrong_words_are_told_in_a_sentence(words: list[str], place: Path, monke
     for word in ("", "nope", "-1", "nan", "[/b]", "x" * 300):
         said([each.replace("WORD", word) for each in words], monkeypatch, capsys)
     assert not (place / "new").exists()
+
+
+PLAN = ["plan", "demo", "--devices", "2", "--batch", "8", "--site"]
+REFUSED = [
+    (
+        ["launch", "new", "--data", "run"],
+        "not a dataset (dataset.json is missing). Give a folder made by `kit data build`",
+    ),
+    (["launch", "new", "--data", "file"], "Give a folder made by `kit data build`"),
+    (["launch", "new", "--data", "nowhere"], "nowhere: not a dataset, but empty or absent. Build it: kit data build /"),
+    (["launch", "new", "--minutes", "-1"], "--minutes -1: not allowed. Give a number above 0"),
+    (["resume", "run", "--minutes", "nan"], "--minutes nan: not allowed. Give a number above 0"),
+    (["bench", "site", "--processes", "0"], "greater than or equal to 2"),
+    (["validate", "--calibrate", "3"], "--calibrate 3: only with --rows FILE"),
+    ([*PLAN, "frontier", "--tokens", "-5"], "which takes 2,048. Give more"),
+    ([*PLAN, "laptop"], "measure them (`kit bench site --out FILE.toml`)"),
+    (["data", "build", "new", "--source", "nowhere.txt"], "no such file or folder. Give text"),
+    (["data", "build", "new", "--source", "file", "--tokenizer", "empty"], "finds none. Give a tokenizer.json"),
+    (["stop", "run"], "Go on with `kit resume run --steps N`."),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=str)
+def test_a_refusal_says_what_to_do_instead(words: list[str], message: str, place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("kit.run.checkpoint.Checkpoints.steps", lambda self: [10**6])  # all of its steps
+    assert message in said(words, monkeypatch, capsys) and not (place / "new").exists()
+
+
+def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch, capsys) -> None:
+    for module in ("kit.measure.gemm", "kit.measure.site"):
+        monkeypatch.setattr(
+            f"{module}.measured_site", lambda site, dtype: site.with_measured_peak(dtype, 1e11, "here", 0.01)
+        )
+    monkeypatch.setattr("kit.measure.site.memory_bytes_per_s", lambda: 1e10)
+    row = {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": 1e9}
+    monkeypatch.setattr("kit.measure.site.collectives", lambda num_processes: [row])
+    app(["bench", "site", "--out", "mine.toml"], standalone_mode=False)
+    app([*PLAN, "mine.toml"], standalone_mode=False)
+    assert "demo on 2 devices of mine" in capsys.readouterr().out
+
+
+def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exists and is not empty"), whole_folder(tmp_path / "out"):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
 
 
 @pytest.fixture

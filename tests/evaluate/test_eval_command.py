@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kit import evaluate
 from kit.__main__ import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, task_data
@@ -52,6 +53,9 @@ def test_benchmark_data_is_listed_with_its_gaps(mirror, monkeypatch):
     [
         (("--suite", "smkoe"), "suite: 'smkoe' is unknown. Did you mean 'smoke'"),
         (("--tasks", "piqua"), "tasks: 'piqua' is unknown. Did you mean 'piqa'"),
+        (("--tasks", ""), "tasks: '' is unknown"),
+        (("--suite", ""), "tasks: '' is not allowed"),
+        (("--tasks", "piqa", "--suite", "smoke"), "--suite smoke: not with --tasks piqa"),
         (("--submit",), "--submit: only with --follow"),
         (("--untrusted-code", "yes"), "untrusted_code: 'yes' is not allowed"),
     ],
@@ -60,3 +64,25 @@ def test_a_wrong_request_is_refused(run, mirror, arguments, message):
     with pytest.raises(ConfigError, match=message):
         kit("eval", run.directory, "--mirror", mirror, *arguments)
     assert not (run.directory / "eval").exists()
+
+
+@pytest.mark.parametrize("option", [("--step", "3"), ("--suite", "smoke"), ("--follow",), ("--out", "a.json")])
+def test_fetching_takes_no_option_of_scoring(mirror, option):
+    with pytest.raises(ConfigError, match=f"{option[0]}: `kit eval data` fetches"):
+        kit("eval", "data", "--mirror", mirror, *option)
+
+
+def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, mirror, monkeypatch):
+    monkeypatch.setattr(evaluate, "load_model", lambda *given: pytest.fail("the work began"))
+    (run.directory / "eval").write_text("a file")
+    with pytest.raises(NotADirectoryError):
+        evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)
+    (run.directory / "eval").unlink()
+    monkeypatch.setattr("os.access", lambda *given: False)  # root may write anywhere
+    with pytest.raises(PermissionError):
+        evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)
+
+
+def test_a_printed_report_is_its_table(run, mirror):
+    report = evaluate.evaluate(run, tasks=("piqa",), limit=4, mirror=mirror)
+    assert str(report) == report.to_text()

@@ -163,7 +163,7 @@ def test_bad_requests_are_refused(score, options, message):
 
 
 def test_held_out_text_must_be_there(score, tmp_path):
-    with pytest.raises(ConfigError, match="heldout: no held-out text was given"):
+    with pytest.raises(ConfigError, match="heldout: only a run has a held-out text"):
         score(("heldout",))
     file = tmp_path / "validation.jsonl"
     with pytest.raises(DataError, match="validation.jsonl: no such file"):

@@ -90,7 +90,7 @@ def test_scores_of_other_weights_are_not_mixed(folder, mirror, tokenizer):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--tasks", "heldout"), "heldout: no held-out text was given"),
+        (("--tasks", "heldout"), "heldout: only a run has a held-out text"),
         (("--step", "3"), "--step: .*tiny is a Hugging Face folder"),
         (("--follow",), "--follow: .*tiny is a Hugging Face folder"),
         (("--tasks", "piqua"), "tasks: 'piqua' is unknown"),
@@ -105,6 +105,8 @@ def test_what_a_folder_does_not_have_is_refused(folder, mirror, arguments, messa
 def test_a_folder_is_held_to_the_checks_of_an_import(folder, run, mirror):
     with pytest.raises(ConfigError, match="--out: only with a Hugging Face folder"):
         kit(run.directory, "--out", "x.json", "--mirror", mirror)
+    with pytest.raises(ConfigError, match="is a folder. Give a file"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror, "--out", folder.parent)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_type": "yarn"}}))
     with pytest.raises(ConfigError, match="config.rope_parameters"):

@@ -55,7 +55,7 @@ def test_other_data_sets_go_to_the_real_function(mirror, tmp_path):
 
 
 def test_a_missing_benchmark_says_how_to_get_it_and_opens_no_connection(mirror, no_network):
-    with pytest.raises(DataError, match=r"Rowan/hellaswag: .* neither in the mirror .* Run `kit eval data`"):
+    with pytest.raises(DataError, match=r"Rowan/hellaswag: .* neither in the mirror .* Run `kit eval data --mirror "):
         load_task("hellaswag", mirror=mirror)
 
 

@@ -83,7 +83,8 @@ def plan_report(
     """
     spec = ModelSpec.load(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
-        raise ConfigError(f"tokens: {tokens:.4g} is less than one step ({batch * spec.sequence_length:,} tokens).")
+        one = f"{batch * spec.sequence_length:,}"
+        raise ConfigError(f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g. 1.8e12.")
     place = Site.load(site)
     calibration = published_calibration(place)
     found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
