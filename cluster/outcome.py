@@ -40,6 +40,11 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
 
 
+def ended_well(num_ranks: int) -> str:
+    """Returns the reason of a job that is done."""
+    return "the one rank ended with code 0" if num_ranks == 1 else f"all {num_ranks} ranks ended with code 0"
+
+
 def end_of(code: int) -> tuple[str, int]:
     """Returns how a process of this return code ended, in words, and its code as of a shell: 128 + n for signal n."""
     if code >= 0:

@@ -27,6 +27,11 @@ class ConfigError(ValueError):
     """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Returns "1 rank", "2 ranks"; `many` where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 def kit_command(*words: str | os.PathLike[str]) -> str:
     """Returns a command of the kit that a message advises, ready to be pasted: `kit watch 'runs/a b'`."""
     return shlex.join(["kit", *(os.fspath(word) for word in words)])

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -101,14 +102,14 @@ def _deepspeed(deep: bool) -> Finding:
 
 def _neuron() -> Finding:
     """Only its packages are tried: a training step would need a Trainium device and minutes of compilation."""
-    from kit.engines.neuron.probe import has_device, probe
+    from kit.engines.neuron.probe import REQUIREMENTS, has_device, probe
 
     name, status = "neuronx-distributed", probe()
     if status.state == "ok":
         device = "a Neuron device is here" if has_device() else "no Neuron device is here, so nothing can be trained"
         return Finding(subject=name, found=f"{status.versions[name]}, imported; {device}", ok=has_device() or None,
                        advice="its training has reached its end of life: stay on SDK 2.28")  # fmt: skip
-    advice = "on a Trainium host: pip install -r requirements/trainium.txt"
+    advice = f"on a Trainium host: pip install -r {shlex.quote(str(REQUIREMENTS))}"
     if not status.versions:
         return Finding(subject=name, found="not installed", ok=None, advice=advice)
     versions = ", ".join(f"{package} {version}" for package, version in status.versions.items())

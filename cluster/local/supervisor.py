@@ -32,10 +32,10 @@ from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, log_tail, record_end, say
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, log_tail, record_end, say
 from cluster.process import Process
 from cluster.progress import fruitless_starts, has_ever_stepped
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, asked_at, log_path, read_exit, read_state, read_taken, update_state
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -134,7 +134,7 @@ def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], ob
     try:
         update_state(run_dir, attempt=attempt, process=Process.current())
         port = start_ranks(run_dir, job, attempt, ranks)
-        reason = f"{job.num_processes} processes started, no step yet"
+        reason = f"{counted(job.num_processes, 'process', 'processes')} started, no step yet"
         update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
         started()
         outcome = watch(ranks, job.time_limit_s, deadline, home)
@@ -225,7 +225,7 @@ def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadli
             words, rc = end_of(ranks[first].returncode)
             return Outcome(rc, f"rank {first} {words}", first)
         if all(process.returncode == 0 for process in ranks.values()):
-            return Outcome(0, f"all {len(ranks)} ranks ended with code 0")
+            return Outcome(0, ended_well(len(ranks)))
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return Outcome(124, f"the time limit of {time_limit_s:g} s was reached")

@@ -33,7 +33,7 @@ from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, record_end, say
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, record_end, say
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
 from cluster.slurm import requeue_this
@@ -173,7 +173,7 @@ class Supervisor:
             if self.stop_reason is None:
                 return Ending("done", f"stopped on request at step {state.step}")
             return Ending("requeue", f"{self.stop_reason}; saved at step {state.step}", state=self.stop_state)
-        return Ending("done", f"all {self.spec.num_processes} ranks ended with code 0")
+        return Ending("done", ended_well(self.spec.num_processes))
 
     def _failure(self, failure: Failure) -> Ending:
         # Under torchrun a task is the agent of all ranks of a node.

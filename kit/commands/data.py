@@ -28,7 +28,7 @@ def data_build(
     skip_corrupt: Annotated[
         bool, typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json")
     ] = False,
-    overwrite: Annotated[bool, typer.Option(help="replace another dataset in that folder")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another dataset in that folder")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Turn text into token files for training."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
 from cluster.site import Site
@@ -72,7 +73,7 @@ def launch(
         started = launcher.launch(
             run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s
         )
-    hint(f"Started {asked.plan.num_devices} processes. Watch:", "watch", started.directory)
+    hint(f"Started {_processes(asked.plan)}. Watch:", "watch", started.directory)
 
 
 @app.command()
@@ -87,7 +88,7 @@ def resume(
     limit_s = _seconds(minutes)
     with told_if_interrupted(run):
         started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=limit_s)
-    hint(f"Started {plan.num_devices} processes. Watch:", "watch", started.directory)
+    hint(f"Started {_processes(plan)}. Watch:", "watch", started.directory)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,6 +221,10 @@ def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -
             f"{plan.pipeline_parallel} = {held} devices. Give a multiple of {held}."
         )
     return plan.replace(data_parallel=wanted // held)
+
+
+def _processes(plan: Plan) -> str:
+    return counted(plan.num_devices, "process", "processes")
 
 
 def _seconds(minutes: float | None) -> float | None:

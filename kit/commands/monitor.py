@@ -34,7 +34,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="folder that holds run directories", metavar="FOLDER")],
     compare: Annotated[list[str] | None, typer.Option(help="a run of the table to draw; up to 8 times")] = None,
     out: Annotated[Path | None, typer.Option(help="figure of --compare; default: FOLDER/compare.png")] = None,
-    watch: Annotated[bool, typer.Option(help="refresh the table until Ctrl-C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="refresh the table until Ctrl-C")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List all runs below a folder, with live states and the settings in which they differ."""
@@ -54,8 +54,10 @@ def export(
     run: RunArgument,
     format: Annotated[str, typer.Option(help="csv or parquet")] = "parquet",
     out: Annotated[Path | None, typer.Option(help="file; default: RUN/export.FORMAT")] = None,
-    every_attempt: Annotated[bool, typer.Option(help="repeated steps too, in the order of recording")] = False,
-    overwrite: Annotated[bool, typer.Option(help="replace the file")] = False,
+    every_attempt: Annotated[
+        bool, typer.Option("--every-attempt", help="repeated steps too, in the order of recording")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the steps of a run as a table, with tokens/s, MFU and HFU."""
@@ -88,7 +90,7 @@ def import_(
     out: Annotated[Path, typer.Option(help="new run directory", metavar="RUN")],
     site: Annotated[str, typer.Option(help="where it ran: a name or a .toml file")],
     model: Annotated[str | None, typer.Option(help="preset, or a spec.json, where the log does not tell it")] = None,
-    follow: Annotated[bool, typer.Option(help="go on as the log grows")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="go on as the log grows")] = False,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -52,7 +52,7 @@ def watch(run: RunArgument) -> None:
 def logs(
     run: RunArgument,
     rank: Annotated[int, typer.Option(help="which process")] = 0,
-    follow: Annotated[bool, typer.Option(help="go on until the job ends")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="go on until the job ends")] = False,
 ) -> None:
     """Print the log of one rank."""
     job = Run.open(run).job
@@ -65,7 +65,9 @@ def logs(
 
 
 @app.command()
-def stop(run: RunArgument, now: Annotated[bool, typer.Option(help="kill it, without a checkpoint")] = False) -> None:
+def stop(
+    run: RunArgument, now: Annotated[bool, typer.Option("--now", help="kill it, without a checkpoint")] = False
+) -> None:
     """Ask a run to checkpoint and stop after its current step, or with --now to end at once."""
     job = _living(run, "stop")
     if now:

@@ -3,6 +3,7 @@
 Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a terminal is not wrapped.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,8 @@ PROSE = 24
 """Characters that a longer text may be folded to."""
 UNLIMITED, PICTURE = 100_000, 80
 """Characters in a line of a file or a pipe; of what is drawn, which would fill it."""
+APART_S = 30.0
+"""Between two views of what is drawn again and again, where it is not drawn in its place."""
 HUGE = 1e6
 """A loss from here on is written with an exponent."""
 
@@ -75,7 +78,14 @@ class PlainConsole(Console):
 def keep_drawing(
     view: Callable[[], RenderableType], console: Console, *, every_s: float, over: Callable[[], bool]
 ) -> None:
-    """Draws a view again and again in its place until it is over, or the user presses Ctrl-C."""
+    """Draws a view again and again in its place until it is over, or the user presses Ctrl-C.
+
+    A file or a pipe cannot be drawn over: it gets the first view, one in `APART_S` seconds, and the last.
+    """
+    if not (console.is_terminal or console.is_jupyter):
+        with contextlib.suppress(KeyboardInterrupt):
+            _keep_printing(view, console, every_s, over)
+        return
     with Live(view(), console=console, auto_refresh=False) as live:
         try:
             while not over():
@@ -83,6 +93,20 @@ def keep_drawing(
                 live.update(view(), refresh=True)
         except KeyboardInterrupt:
             pass
+
+
+def _keep_printing(
+    view: Callable[[], RenderableType], console: Console, every_s: float, over: Callable[[], bool]
+) -> None:
+    printed = -math.inf
+    while True:
+        drawn, ended = view(), over()
+        if ended or time.monotonic() - printed >= APART_S:
+            console.print(drawn)
+            printed = time.monotonic()
+        if ended:
+            return
+        time.sleep(every_s)
 
 
 class Trimmed:

@@ -210,8 +210,8 @@ update_state(run_dir, attempt=attempt, state="running", step={{step}}, heartbeat
 @pytest.mark.parametrize(
     ("step", "end", "attempts", "reason"),
     [
-        ("attempt", "if attempt < 3: os.kill(os.getpid(), 9)", 3, "all 1 ranks ended with code 0"),
-        ("attempt", "sys.exit(attempt < 3)", 3, "all 1 ranks ended with code 0"),
+        ("attempt", "if attempt < 3: os.kill(os.getpid(), 9)", 3, "the one rank ended with code 0"),
+        ("attempt", "sys.exit(attempt < 3)", 3, "the one rank ended with code 0"),
         ("5", "os.kill(os.getpid(), 9)", 4, "given up after 3 starts without a new step"),
         ("attempt", "sys.exit(os.EX_CONFIG)", 1, "rank 0 ended with code 78"),
         ("attempt", "(run_dir / 'control' / 'request_stop').touch(); os.kill(os.getpid(), 9)", 1, "SIGKILL"),

@@ -8,7 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer.main
+from typer.testing import CliRunner
 
+from kit.__main__ import app
 from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from kit.plan import Plan
@@ -44,6 +47,14 @@ def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
     words = _kit("--help", folder=tmp_path).stdout
     for command in ("launch", "resume", "status", "watch", "logs", "stop", "checkpoint", "eval", "data", "figure"):
         assert f"│ {command} " in words
+
+
+def test_no_option_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    asked = [[name] for name in typer.main.get_command(app).commands]  # pyright: ignore[reportAttributeAccessIssue]
+    for words in [*asked, ["data", "build"], ["bench", "site"]]:
+        text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+        assert "Usage" in text and "…" not in text, text
 
 
 def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:

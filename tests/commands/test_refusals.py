@@ -83,7 +83,7 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
     )
     run.checkpoints.path(STEPS).mkdir(parents=True)
     manifest.write(run.checkpoints.path(STEPS) / "manifest.json")
-    write_end(run.directory, attempt=attempt, rc=0, reason="all 1 ranks ended with code 0")
+    write_end(run.directory, attempt=attempt, rc=0, reason="the one rank ended with code 0")
     return run
 
 

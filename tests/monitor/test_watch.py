@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from kit.monitor.sinks import scalars
 from kit.monitor.text import curve
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
+from kit.show import terminal
 from tests.monitor.recorded import dead_process, recorded_run, say
 
 
@@ -86,6 +88,16 @@ def test_watch_uses_the_height_that_it_has_and_no_more(run: Run) -> None:
         watch(run, console=Console(file=screen, width=80, height=height, force_terminal=True, highlight=False))
         last = screen.getvalue().rpartition("● lost")[2].rstrip()
         assert height - 3 <= last.count("\n") < height and "nan: loss is not finite" in last, height
+
+
+def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a word for hours would look like a hang."""
+    now, screen = [0.0], io.StringIO()
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(terminal, "time", clock)
+    console = terminal.PlainConsole(file=screen)
+    terminal.keep_drawing(lambda: f"{now[0]:.0f} s", console, every_s=10.0, over=lambda: now[0] >= 40)
+    assert screen.getvalue() == "0 s\n30 s\n40 s\n"
 
 
 def test_the_speed_beside_the_bars_is_that_of_the_heading(run: Run) -> None:
