@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from cluster.local import MAX_PROCESSES
-from cluster.record import ConfigError, write_atomic
+from cluster.record import ConfigError, counted, write_atomic
 from kit.commands.options import JsonOption, console, facts_table, tell
 from kit.plan import EngineName
 from kit.show.terminal import Table
@@ -63,16 +63,18 @@ def validate(
     if rows is None and calibrate is not None:
         raise ConfigError(f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both.")
     from kit.estimate.validation.validate import validate as validate_runs
-    from kit.show.results import format_value, load_average, write_results
+    from kit.show.results import RESULTS, format_value, load_average, write_results
 
     load = load_average()
     found = validate_runs(rows, calibrate, seed)
-    if rows is None:
-        write_results("validate", found, command="kit validate", load_before=load)
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
     lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim")) for r in found]
     table = Table("", "found", "target", "met", "", title="Estimates against measurements", rows=lines)
     tell([item.to_dict() for item in found], as_json, table)
+    if rows is None:  # last, since this folder may be no place to write
+        write_results("validate", found, command="kit validate", load_before=load)
+        if not as_json:
+            console().print(f"Kept in {RESULTS / 'validate.json'}")
 
 
 @app.command()
@@ -89,7 +91,7 @@ def calibrate(
     coefficients = found.coefficients.to_dict()
     rows = [(name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
             for name, value in coefficients.items()]  # fmt: skip
-    title = f"{found.num_runs} runs, {found.error:.1%} mean error on them"
+    title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
     record = {"coefficients": coefficients, "unidentified": found.unidentified, "num_runs": found.num_runs}
     table = Table("coefficient", "value", "told by the runs", title=title, rows=rows)
     tell({**record, "error": found.error}, as_json, table)

@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from kit.commands.options import JsonOption, console, tell
-from kit.errors import ConfigError
+from kit.errors import ConfigError, RunError
 from kit.run import Run
 from kit.show.terminal import Table
 
@@ -75,6 +75,11 @@ def evaluate(
         _refuse(of_a_run, f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.")
         _folder(Path(run), asked, out, options, as_json)
         return
+    if not (Path(run).expanduser() / "spec.json").exists():
+        raise RunError(
+            f"{run}: neither a run directory (no spec.json) nor a Hugging Face folder (no config.json). Give one of "
+            f"them, or `data`."
+        )
     if out is not None:
         raise ConfigError("--out: only with a Hugging Face folder; a run keeps its scores in its own eval/.")
     if submit and not follow:

@@ -87,6 +87,7 @@ REFUSED = [
     ([*PLAN, "laptop"], "measure them (`kit bench site --out FILE.toml`)"),
     (["data", "build", "new", "--source", "nowhere.txt"], "no such file or folder. Give text"),
     (["data", "build", "new", "--source", "file", "--tokenizer", "empty"], "finds none. Give a tokenizer.json"),
+    (["eval", "empty"], "empty: neither a run directory (no spec.json) nor a Hugging Face folder"),
     (["stop", "run"], "Go on with `kit resume run --steps N`."),
 ]
 
@@ -100,7 +101,7 @@ def test_a_refusal_says_what_to_do_instead(words: list[str], message: str, place
 def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch, capsys) -> None:
     for module in ("kit.measure.gemm", "kit.measure.site"):
         monkeypatch.setattr(
-            f"{module}.measured_site", lambda site, dtype: site.with_measured_peak(dtype, 1e11, "here", 0.01)
+            f"{module}.measured_site", lambda site, dtype="fp32": site.with_measured_peak(dtype, 1e11, "here", 0.01)
         )
     monkeypatch.setattr("kit.measure.site.memory_bytes_per_s", lambda: 1e10)
     row = {"operation": "all_reduce", "ranks": 2, "bus_bytes_per_s": 1e9}
@@ -108,6 +109,20 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
     app(["bench", "site", "--out", "mine.toml"], standalone_mode=False)
     app([*PLAN, "mine.toml"], standalone_mode=False)
     assert "demo on 2 devices of mine" in capsys.readouterr().out
+
+
+def test_what_validate_found_is_shown_where_it_cannot_be_kept(place: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("kit.estimate.validation.validate.validate", lambda *given: [])
+    app(["validate"], standalone_mode=False)
+    assert (
+        capsys.readouterr().out.endswith("Kept in results/validate.json\n") and Path("results/validate.json").exists()
+    )
+    Path("results/validate.json").unlink()
+    Path("results").rmdir()
+    Path("results").write_text("a file")
+    with pytest.raises(OSError, match="results"):
+        app(["validate"], standalone_mode=False)
+    assert "Estimates against measurements" in capsys.readouterr().out
 
 
 def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
