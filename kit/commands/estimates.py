@@ -11,7 +11,7 @@ from cluster.local import MAX_PROCESSES
 from cluster.record import ConfigError, counted, write_atomic
 from kit.commands.options import JsonOption, console, facts_table, tell
 from kit.plan import EngineName
-from kit.show.terminal import Table
+from kit.show.terminal import PlainConsole, Table
 
 app = typer.Typer()
 bench_app = typer.Typer(no_args_is_help=True)
@@ -118,6 +118,7 @@ def bench_site(
         return
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
+    PlainConsole(stderr=True).print("Measuring matrix products, memory and collectives; up to two minutes ...")
     site = measured_site(Site.load("laptop"), "bf16")  # what layouts are planned in
     site = measure_site(site, num_processes=processes)
     if out is not None:

@@ -211,6 +211,10 @@ def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -
         raise ConfigError(
             f"--nodes {nodes}: they have {nodes * site.devices_per_node} devices, --devices says {devices}. Give one."
         )
+    if nodes is not None and nodes > 1 and site.scheduler == "local":
+        raise ConfigError(
+            f"--nodes {nodes}: site {site.name!r} is this machine alone. Give --devices, or another --site."
+        )
     wanted = devices if nodes is None else nodes * site.devices_per_node
     if wanted is None:
         return plan

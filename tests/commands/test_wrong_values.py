@@ -80,6 +80,7 @@ REFUSED = [
     (["launch", "new", "--data", "file"], "Give a folder made by `kit data build`"),
     (["launch", "new", "--data", "nowhere"], "nowhere: not a dataset, but empty or absent. Build it: kit data build /"),
     (["launch", "new", "--minutes", "-1"], "--minutes -1: not allowed. Give a number above 0"),
+    (["launch", "new", "--nodes", "2"], "--nodes 2: site 'laptop' is this machine alone. Give --devices"),
     (["resume", "run", "--minutes", "nan"], "--minutes nan: not allowed. Give a number above 0"),
     (["bench", "site", "--processes", "0"], "greater than or equal to 2"),
     (["validate", "--calibrate", "3"], "--calibrate 3: only with --rows FILE"),
@@ -108,7 +109,8 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
     monkeypatch.setattr("kit.measure.site.collectives", lambda num_processes: [row])
     app(["bench", "site", "--out", "mine.toml"], standalone_mode=False)
     app([*PLAN, "mine.toml"], standalone_mode=False)
-    assert "demo on 2 devices of mine" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert said.err.startswith("Measuring ") and "demo on 2 devices of mine" in said.out
 
 
 def test_what_validate_found_is_shown_where_it_cannot_be_kept(place: Path, monkeypatch, capsys) -> None:
