@@ -21,7 +21,7 @@ from kit.spec import ModelSpec
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-limits", action="store_true", help="beats as slow as in use, not a fifth (make faults)")
-    parser.addoption("--kills", type=int, default=5, help="how often a training run is killed (make faults: 100)")
+    parser.addoption("--kills", type=int, default=3, help="how often a training run is killed (make faults: 100)")
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def kill_at(run: Run, step: int) -> None:
     deadline = time.time() + PATIENCE_S
     while run.metrics().summary()["step"] < step:
         assert time.time() < deadline and not run.job.status().state.is_final, run.job.logs()
-        time.sleep(0.002)
+        time.sleep(0.01)
     state = read_state(run.directory)
     assert state is not None and state.process is not None
     os.kill(state.process.pid, signal.SIGKILL)

@@ -84,6 +84,12 @@ class Attempt:
             time.sleep(0.002)
         return [self.codes[rank] for rank in range(len(self.pids))]
 
+    def until_step(self, step: int) -> None:
+        """Waits until the metrics tell of a step; its looks leave the cores to the ranks."""
+        while self.run.metrics().summary()["step"] < step:
+            assert not self.is_over(), self.log()
+            time.sleep(0.02)
+
     def kill(self) -> None:
         """SIGKILL to all ranks."""
         for rank, pid in enumerate(self.pids):

@@ -53,8 +53,7 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
     is_full = request.config.getoption("--kills") >= 100
     run = prepare("hung", num_steps=100_000, **({} if is_full else {"hung_after_s": 3.0}))
     attempt = Attempt(run)
-    while not attempt.is_over() and run.metrics().summary()["step"] < 30:
-        time.sleep(0.01)
+    attempt.until_step(30)
     os.kill(attempt.pids[1], signal.SIGSTOP)
     start, newest = time.monotonic(), run.checkpoints.steps()[-1]
     while 0 not in attempt.codes:
@@ -78,8 +77,7 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
 def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
     run = prepare("thawed", num_steps=150, hung_after_s=1.0)
     attempt = Attempt(run)
-    while not attempt.is_over() and run.metrics().summary()["step"] < 30:
-        time.sleep(0.005)
+    attempt.until_step(30)
     for number, pause_s in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
         for pid in attempt.pids:
             os.kill(pid, number)

@@ -125,8 +125,7 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     """Without a supervisor: as a pod's ranks, or those of a node that is cut off."""
     run = prepare("gone", num_steps=100_000, checkpoint_every=3)
     attempt = Attempt(run)
-    while not attempt.is_over() and run.metrics().summary()["step"] < 5:
-        time.sleep(0.01)
+    attempt.until_step(5)
     run.directory.rename(run.directory.with_name("aside"))  # at once, so that no rank is caught in the middle
     if replaced:
         run.directory.mkdir()
@@ -143,8 +142,7 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
 def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):
     run = prepare("orphan", num_steps=100_000, checkpoint_every=None)
     attempt = Attempt(run)
-    while not attempt.is_over() and run.metrics().summary()["step"] < 5:
-        time.sleep(0.01)
+    attempt.until_step(5)
     start = time.monotonic()
     update_state(run.directory, attempt=2, state=JobState.STARTING)
     assert os.EX_CONFIG in attempt.wait()
