@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
+.PHONY: demo test system check pytest pytest-ranks pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -25,12 +25,17 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside the rest.
+# Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
+RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
 pytest: .venv/dev-installed
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 pytest-rest pytest-faults pytest-notebooks pytest-launching
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 \
+	    pytest-ranks pytest-notebooks pytest-rest pytest-faults pytest-launching
+
+pytest-ranks:
+	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
 
 pytest-rest:
-	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py
+	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py $(RANKS:%=--ignore=%)
 
 pytest-faults:
 	$(BIN)/python -m pytest -q --durations=10 tests/cluster/test_faults.py
