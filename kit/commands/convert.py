@@ -27,7 +27,8 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    _tell(export_run(Run.open(run), _step(step), out, precision=precision, with_tokenizer=tokenizer), as_json)
+    at = _step(step)
+    _tell(export_run(Run.open(run), at, out, precision=precision, with_tokenizer=tokenizer), as_json)
 
 
 @app.command("export-deepspeed")
@@ -40,7 +41,8 @@ def export_deepspeed(
     """Write a checkpoint as DeepSpeed's universal checkpoint: weights and AdamW moments, for any layout."""
     from kit.convert.deepspeed import export_universal
 
-    _tell(export_universal(Run.open(run), _step(step), out), as_json)
+    at = _step(step)
+    _tell(export_universal(Run.open(run), at, out), as_json)
 
 
 @app.command("import-checkpoint")

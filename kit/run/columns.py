@@ -215,6 +215,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
         step, attempt = int(row["step"]), int(row["attempt"])
+        for value in filter(is_number, row.values()):
+            float(value)  # raises OverflowError where it has hundreds of digits
         return {**row, "step": step, "attempt": attempt} if max(abs(step), abs(attempt)) < 2**53 else None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
