@@ -93,19 +93,14 @@ def resume(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a launch asks for, as far as it is known.
-
-    Attributes:
-        spec: the model.
-        plan: its layout.
-        fields: of the recipe.
-        lacking: fields that nobody has given yet, and how to give them.
-    """
+    """What a launch asks for, as far as it is known."""
 
     spec: ModelSpec
     plan: Plan
     fields: dict[str, Any]
+    """Of the recipe."""
     lacking: dict[str, str]
+    """Fields of the recipe that nobody has given yet, and how to give them."""
 
 
 def ask_for(
@@ -113,12 +108,7 @@ def ask_for(
 ) -> Asked:
     """Returns what a launch asks for; only the demo model has a recipe of its own.
 
-    Args:
-        model: preset or file; None: the recipe's.
-        recipe: file, or name of a published one.
-        plan: file of a layout.
-        given: fields of the recipe that have an option of their own; None: not given.
-        changes: of spec, plan and recipe, by `--set`.
+    `given` are fields of the recipe that have an option of their own, `changes` those of all records by `--set`.
 
     Raises:
         ConfigError: model, recipe or layout is missing or unknown.
@@ -162,11 +152,7 @@ def ask_for(
 
 
 def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe of the demo model.
-
-    Raises:
-        ConfigError: another model is asked for.
-    """
+    """Returns the recipe of the demo model, or raises ConfigError for another model."""
     if name != DEMO:
         from kit.papers.recipes import names
 
@@ -175,13 +161,8 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
             f".toml or .json file with the fields of Recipe, or a published one: {', '.join(names())}."
         )
     steps = given.get("num_steps", 100)
-    return {
-        "data": "data/demo",
-        "num_steps": steps,
-        "learning_rate": 3e-3,
-        "min_learning_rate": 3e-4,
-        "warmup_steps": steps // 10,
-    }
+    rates = {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "warmup_steps": steps // 10}
+    return {"data": "data/demo", "num_steps": steps, **rates}
 
 
 def read_fields(file: Path) -> dict[str, Any]:

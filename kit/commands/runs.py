@@ -130,11 +130,7 @@ def figure(
 
 
 def _living(run: Path, what: str) -> Job:
-    """Returns the job of a run.
-
-    Raises:
-        RunError: it has ended, or was never ours, so that nobody would read a request.
-    """
+    """Returns the job of a run; RunError where it has ended, or was never ours: nobody would read a request."""
     if not run.exists():
         raise RunError(
             f"{run} does not exist, so there is nothing to {what}. A job whose run directory is deleted ends by itself "

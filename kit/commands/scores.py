@@ -50,15 +50,9 @@ def evaluate(
     from kit import evaluate as evaluation
     from kit.evaluate.folder import is_hugging_face_folder
 
-    given = {
-        "--step": step is not None,
-        "--tasks": tasks is not None,
-        "--suite": suite is not None,
-        "--limit": limit is not None,
-        "--follow": follow,
-        "--submit": submit,
-        "--out": out is not None,
-    }
+    values: dict[str, Any] = {"--step": step, "--tasks": tasks, "--suite": suite, "--limit": limit}
+    values |= {"--follow": follow or None, "--submit": submit or None, "--out": out}
+    given = [flag for flag, value in values.items() if value is not None]
     if run == "data":
         _refuse(given, "`kit eval data` fetches all benchmarks and scores nothing. Leave it out.")
         _data(mirror, as_json)
@@ -71,7 +65,7 @@ def evaluate(
     }  # fmt: skip
     asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
     if is_hugging_face_folder(Path(run)):
-        of_a_run = {flag: given[flag] for flag in ("--step", "--follow", "--submit")}
+        of_a_run = [flag for flag in given if flag in ("--step", "--follow", "--submit")]
         _refuse(of_a_run, f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.")
         _folder(Path(run), asked, out, options, as_json)
         return
@@ -91,9 +85,9 @@ def evaluate(
     _print(evaluation.evaluate(Run.open(run), step, chosen, **options), suite, as_json)
 
 
-def _refuse(given: dict[str, bool], why: str) -> None:
-    for flag in (flag for flag, is_given in given.items() if is_given):
-        raise ConfigError(f"{flag}: {why}")
+def _refuse(flags: list[str], why: str) -> None:
+    if flags:
+        raise ConfigError(f"{flags[0]}: {why}")
 
 
 def _folder(

@@ -128,9 +128,7 @@ class MegatronLog:
             self.starts += 1
         elif "[after training is done]" in line:
             self.done = True
-        elif " .." in line:
-            self._setting(line)
-        elif "train_micro_batch_size_per_gpu" in line:  # so long that its dots do not fit
+        elif " .." in line or "train_micro_batch_size_per_gpu" in line:  # so long that its dots do not fit
             self._setting(line)
         elif found := self.VOCABULARY.search(line):
             self.arguments["padded_vocab_size"] = found[1]
@@ -197,16 +195,13 @@ class NxdtLog:
     def feed(self, line: str) -> list[LoggedStep]:
         """Returns what a line says about steps, usually nothing."""
         if "reduced_train_loss=" in line or "global_step=" in line:
-            return [step for bar in self._bars(line) for step in self._bar(bar)]
+            bars = list(self.BAR.finditer(line))
+            self.skipped_lines += not bars
+            return [step for bar in bars for step in self._bar(bar)]
         if "step_loss : " in line:
             return self._log(line)
         self.done = self.done or bool(self.FINISHED.search(line))
         return []
-
-    def _bars(self, line: str) -> list[re.Match]:
-        bars = list(self.BAR.finditer(line))
-        self.skipped_lines += not bars
-        return bars
 
     def _bar(self, bar: re.Match) -> list[LoggedStep]:
         pairs = [part.partition("=") for part in bar["fields"].split(",") if "=" in part]
@@ -300,10 +295,7 @@ def _whole(value: float | None) -> int | None:
 
 def _clock(text: str) -> float:
     """Returns the seconds of `43:24:54` or `03:24`."""
-    seconds = 0
-    for part in text.split(":"):
-        seconds = 60 * seconds + int(part or 0)
-    return float(seconds)
+    return float(sum(60**i * int(part or 0) for i, part in enumerate(reversed(text.split(":")))))
 
 
 def _unix_time(text: str, form: str) -> float | None:

@@ -80,6 +80,7 @@ def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
             f"--set spec.KEY=VALUE for what differs."
         )
     heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
+    groups = "num_query_groups" if arguments.get("group_query_attention") == "True" else "num_key_value_heads"
     gated = arguments.get("swiglu") == "True" or arguments.get("glu_activation") == "swiglu"
     kind = arguments.get("position_embedding_type", "").lower()
     rotary = arguments.get("use_rotary_position_embeddings") == "True" or "rope" in kind or "rotary" in kind
@@ -90,7 +91,7 @@ def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
         num_layers=int(arguments["num_layers"]),
         hidden_size=hidden,
         num_heads=heads,
-        num_kv_heads=_kv_heads(arguments, heads),
+        num_kv_heads=_whole(arguments, groups, heads),
         ffn_hidden_size=_whole(arguments, "ffn_hidden_size", 4 * hidden),
         vocab_size=int(arguments["padded_vocab_size"]),
         sequence_length=int(arguments["seq_length"]),
@@ -100,12 +101,6 @@ def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
         bias=arguments.get("add_bias_linear") != "False",
         tied_embeddings=arguments.get("untie_embeddings_and_output_weights") != "True",
     )
-
-
-def _kv_heads(arguments: dict[str, str], heads: int) -> int:
-    if arguments.get("group_query_attention") == "True":
-        return _whole(arguments, "num_query_groups", heads)
-    return _whole(arguments, "num_key_value_heads", heads)
 
 
 def _engine_share(parser: MegatronLog | NxdtLog, notes: list[str]) -> Fraction:
@@ -192,9 +187,8 @@ def _told_plan(arguments: dict[str, str], notes: list[str]) -> dict[str, Any]:
 
 
 def _recipe(arguments: dict[str, str], logged: list[LoggedStep], given: dict[str, Any]) -> Recipe:
-    told: dict[str, Any] = {}
     found = {name: number(arguments.get(argument)) for argument, name in RECIPE_ARGUMENTS.items()}
-    told |= {name: value for name, value in found.items() if value is not None}
+    told: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     seen = [step.learning_rate for step in logged if step.learning_rate]
     told["learning_rate"] = told.get("learning_rate") or max(seen, default=3e-4)
     told["min_learning_rate"] = min(told.get("min_learning_rate", 0.0), told["learning_rate"])

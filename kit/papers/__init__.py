@@ -35,10 +35,8 @@ class PaperFigure:
     def draw(self, runs: "Sequence[Run | str | Path]" = ()) -> "tuple[ThemedFigure | Table, Rows]":
         """Returns the figure, or what the paper prints as a table, and its rows, with points of these runs added.
 
-        What it has no place for is named in `left_out` of what is drawn.
-
-        Args:
-            runs: your own, or imported logs; those of a local site are drawn apart, as demo scale.
+        They may be imported logs; those of a local site are drawn apart, as demo scale. What the figure has no place
+        for is named in `left_out` of what is drawn.
         """
         module, name = self.function.split(":")
         function: Callable[..., tuple[Any, Rows]] = getattr(importlib.import_module(f"kit.papers.{module}"), name)

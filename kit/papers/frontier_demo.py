@@ -53,9 +53,7 @@ def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
 def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
     """Returns the runs of the study; those that are not in `directory` yet are made, about eight seconds each.
 
-    Args:
-        directory: folder of the run directories.
-        data: dataset made by `kit data build` with a vocabulary of at most 4,096.
+    `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
     Raises:
         TrialFailure: a run failed.

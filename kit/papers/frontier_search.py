@@ -42,12 +42,9 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     panels = {name: [_trial_layer(name), _best_layer(name)] for name in SPACES}
     searches = demo_searches(runs)
     demo = [_demo_layers(trials, folder) for folder, trials in searches.items()]
-    wide = [f"{letter}{letter}" for letter in "efghijklmnop"[: 2 * len(demo)]]
+    mosaic = ";".join(["ac", "bd", *(2 * letter for letter in "efghijklmnop"[: 2 * len(demo)])])
     ratios = (9, 1) * (1 + len(demo))
-    with new_figure(";".join(["ac", "bd", *wide]), height=1 + 1.5 * len(ratios), height_ratios=ratios) as (
-        figure,
-        axes,
-    ):
+    with new_figure(mosaic, height=1 + 1.5 * len(ratios), height_ratios=ratios) as (figure, axes):
         places = [(axes[0], axes[2]), (axes[1], axes[3]), *zip(axes[4::2], axes[5::2], strict=True)]
         for (axis, below), (name, layers) in zip(places, panels.items(), strict=False):
             _draw(axis, below, layers, _search(name)[0])

@@ -5,6 +5,7 @@ relations on the model, with the interval, and on demo-scale runs of this machin
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,9 @@ def tensor_parallel_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     model = _modelled("22B, 8 stages, 128 micro-batches", TENSOR, tensor_plans())
     caption = ("Throughput of 22B as each layer is split over more GCDs.",
                "It falls, as the paper observes; a node has 8 of them.")  # fmt: skip
-    fields = ALONE | {"pipeline_parallel": 1, "num_microbatches": MICROBATCHES}
-    return _figure([model], runs, fields, "tensor_parallel", caption, ticks=TENSOR)
+    chosen = select(runs, **ALONE, pipeline_parallel=1, num_microbatches=MICROBATCHES)
+    demo = _demo(chosen, "tensor_parallel", "this machine")
+    return _draw([model], runs, demo, "tensor_parallel", caption, TENSOR)
 
 
 def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -56,12 +58,12 @@ def pipeline_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 def microbatch_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns throughput against micro-batches per replica at a constant number of stages, and its table."""
-    plans = microbatch_plans()
-    model = _modelled("22B, TP 2, 8 stages", COUNTS, plans)
+    model = _modelled("22B, TP 2, 8 stages", COUNTS, microbatch_plans())
     caption = ("Throughput of 22B by micro-batches of one replica.",
                "It rises as the bubble, (p - 1) of (m + p - 1) slots, shrinks.")  # fmt: skip
-    fields = ALONE | {"pipeline_parallel": 2, "tensor_parallel": 1}
-    return _figure([model], runs, fields, "num_microbatches", caption, ticks=COUNTS)
+    chosen = select(runs, **ALONE, pipeline_parallel=2, tensor_parallel=1)
+    demo = _demo(chosen, "num_microbatches", "this machine")
+    return _draw([model], runs, demo, "num_microbatches", caption, COUNTS)
 
 
 # Plans --------------------------------------------------------------------------------------------------------------
@@ -92,20 +94,9 @@ def _modelled(label: str, x: Sequence[int], plans: Sequence[Plan]) -> Layer:
     return throughput_layer(label, x, [(spec, layouts_of(spec, plans))])
 
 
-def _field(name: str) -> Any:
-    return lambda run: getattr(run.plan, name)
-
-
 def _demo(runs: Runs, name: str, label: str) -> list[Layer]:
-    layers = measured(runs, x=_field(name), y=tokens_per_s_and_device, label=label, line=True)
+    layers = measured(runs, x=attrgetter(f"plan.{name}"), y=tokens_per_s_and_device, label=label, line=True)
     return [layer for layer in layers if layer.scale == "demo"]
-
-
-def _figure(
-    models: list[Layer], runs: Runs, fields: dict[str, Any], name: str, caption: tuple[str, str], ticks: Sequence[int]
-) -> tuple[Any, Rows]:
-    demo = _demo(select(runs, **fields), name, "this machine")
-    return _draw(models, runs, demo, name, caption, ticks)
 
 
 def _draw(
@@ -113,7 +104,7 @@ def _draw(
     *notes: str,
 ) -> tuple[Any, Rows]:  # fmt: skip
     """Returns one panel at the paper's scale, and beside it one at demo scale where such runs are given."""
-    paper = [*models, *on_clusters(runs, x=_field(name), y=hfu_percent)]
+    paper = [*models, *on_clusters(runs, x=attrgetter(f"plan.{name}"), y=hfu_percent)]
     widths = [3, 2] if demo else [1]
     with new_figure(1, len(widths), height=4.2, squeeze=False, width_ratios=widths) as (figure, axes):
         left = axes[0, 0]

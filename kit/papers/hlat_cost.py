@@ -76,16 +76,12 @@ def cost_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 def throughput_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others each time; the table."""
     names = [benchmark_name(run) for run in benchmarks()]
-    rates, modelled = _benchmark_rates(), []
-    for name, rate in zip(names, rates, strict=True):
-        half = 1.645 * calibration(TRN1).misfit
-        centre = rate.number / math.exp(left_out()[name])
-        modelled.append((centre, centre * math.exp(-half), centre * math.exp(half)))
-    y, low, high = np.array(modelled).T
+    rates, factor = _benchmark_rates(), math.exp(1.645 * calibration(TRN1).misfit)
+    centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
     layers = [
         Layer.published(rates, label="AWS benchmarks"),
-        Layer.modelled("model, fitted to the others", np.arange(float(len(names))), y, low, high,
-                       error=trn1_error(), names=names),
+        Layer.modelled("model, fitted to the others", np.arange(float(len(names))), centre, centre / factor,
+                       centre * factor, error=trn1_error(), names=names),
         *on_clusters(runs, x=lambda run: len(names), y=lambda run: run.metrics().tokens_per_s / _nodes(run)),
     ]  # fmt: skip
     with new_figure(height=4.6) as (figure, axis):
@@ -116,9 +112,8 @@ def cost_layer(machine: str, model: str) -> Layer:
 def accelerator_ratio(model: str) -> Layer:
     """Returns modelled cost on trn1 over that on p4d, same model and nodes."""
     (nodes, trn1), (others, p4d) = cost_draws(TRN1, model), cost_draws(P4D, model)
-    common = [n for n in nodes if n in others]
-    ratio = trn1[:, np.isin(nodes, common)] / p4d[:, np.isin(others, common)]
-    return Layer.modelled(model, common, *interval(ratio), error=model_error())
+    common, first, second = np.intersect1d(nodes, others, return_indices=True)
+    return Layer.modelled(model, common, *interval(trn1[:, first] / p4d[:, second]), error=model_error())
 
 
 def size_ratio(machine: str) -> Layer:

@@ -30,9 +30,7 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
 
     Tasks whose data is not on this machine (`kit eval data` builds it) are left out of the scores.
 
-    Args:
-        directory: folder of the studies.
-        data: dataset made by `kit data build` with a vocabulary of at most 4,096.
+    `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
     Raises:
         RunError: the run did not end well.

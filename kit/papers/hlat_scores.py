@@ -62,7 +62,7 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
     columns = {(task.task, task.shots): (task.column or "").split("_pass")[0] for task in SUITES["hlat"].tasks}
     found: dict[str, list[Layer]] = {}
     for curve in eval_curve(run):
-        layer = _curve_layer(curve, f"{run.name}: {curve.name}", source_of([run]), unit, scale_of(run))
+        layer = _curve_layer(run, curve, unit)
         panel = columns.get((curve.task, curve.num_fewshot), "")
         if scale_of(run) == "demo" or panel not in PANELS:
             panel = f"{curve.name}, {curve.metric.replace('_', ' ')}"
@@ -70,14 +70,12 @@ def score_layers(run: Run, unit: float) -> dict[str, list[Layer]]:
     return found
 
 
-def _curve_layer(curve: ScoreCurve, label: str, source: str, unit: float, scale: Any) -> Layer:
-    percent = 1.0 if curve.metric == "bits_per_byte" else 100.0
+def _curve_layer(run: Run, curve: ScoreCurve, unit: float) -> Layer:
     low, high = (np.where(np.isnan(end), curve.score, end) for end in (curve.low, curve.high))
-    if curve.partial.any():
-        source += "; a part of the items"
-    points = Layer(kind="measured", label=label, x=curve.tokens / unit, y=curve.score, low=low, high=high,
-                   source=source, scale=scale, joined=True, runs=(label.split(": ")[0],))  # fmt: skip
-    return points.times(percent)
+    source = source_of([run]) + ("; a part of the items" if curve.partial.any() else "")
+    points = Layer(kind="measured", label=f"{run.name}: {curve.name}", x=curve.tokens / unit, y=curve.score, low=low,
+                   high=high, source=source, scale=scale_of(run), joined=True, runs=(run.name,))  # fmt: skip
+    return points.times(1.0 if curve.metric == "bits_per_byte" else 100.0)
 
 
 def _point(column: str, tokens: float, value: float, source: str) -> Fact:
@@ -99,7 +97,7 @@ def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
     with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (figure, places):
         _draw_end_points(places[0], panels)
         for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
-            shown = layers if name in PANELS else [dataclasses.replace(layer, label=_run_of(layer)) for layer in layers]
+            shown = layers if name in PANELS else [dataclasses.replace(layer, label=layer.runs[0]) for layer in layers]
             draw(axis, shown)
             _label(axis, name, model)
             if np.isfinite(chances.get(name, np.nan)):
@@ -146,10 +144,6 @@ def _label(axis: Any, name: str, model: str) -> None:
         axis.set_xlabel("tokens, billions")
     else:
         axis.set(title=f"here: {name}", xlabel="tokens, millions")
-
-
-def _run_of(layer: Layer) -> str:
-    return layer.label.split(": ")[0]
 
 
 def _notes(model: str, has_demo: bool) -> list[str]:

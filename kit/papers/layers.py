@@ -150,10 +150,7 @@ class Layer:
     def published(cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0) -> Self:
         """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x as names.
 
-        Args:
-            facts: of one series.
-            label: for the legend and the table.
-            scale: multiplies the values.
+        `scale` multiplies the values.
 
         Raises:
             ConfigError: one of them is only remembered.
@@ -175,11 +172,8 @@ class Layer:
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
         """Returns a modelled line; without points it names the model among the sources of a table.
 
-        Args:
-            label: for the legend and the table.
-            points: x and y, and both ends of a 90 % interval of y where there is one.
-            error: how wrong the model is, and on which measurements.
-            names: of the points, where x is only a place.
+        `points` are x and y, and both ends of a 90 % interval of y where there is one; `error` says how wrong the model
+        is, and on which measurements.
 
         Raises:
             ConfigError: no error is stated.
@@ -284,13 +278,8 @@ def measured(
     """Returns measured points, a layer for demo scale and one for clusters, those that there are.
 
     A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the middle half of them.
-
-    Args:
-        runs: run directories; runs with too few steps, or for which x or y is NaN, are left out.
-        x: place of a run on the axis.
-        y: of each of its steps.
-        label: for the legend and the table; without one, a single run is called by its name.
-        line: points of one layer are joined.
+    Runs with too few steps, or for which x or y is NaN, are left out. Without a label, a single run is called by its
+    name; `line` joins the points of one layer.
     """
     layers = []
     runs = opened(runs)

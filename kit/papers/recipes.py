@@ -20,22 +20,14 @@ NOT_STATED = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A model, its layout and fields of a `Recipe` as published; the data is always the reader's own.
-
-    Attributes:
-        name: as in `kit launch --recipe NAME`.
-        model: preset of the model.
-        plan: the layout of the published launch script.
-        stated: fields of the recipe and their published values.
-        not_stated: fields that are to be filled in, and why they are not stated.
-        source: where the numbers can be looked up.
-    """
+    """A model, its layout and fields of a `Recipe` as published; the data is always the reader's own."""
 
     name: str
     model: str
     plan: Plan
     stated: dict[str, Any]
     not_stated: dict[str, str]
+    """Fields that are to be filled in, and why they are not stated."""
     source: str
 
 
