@@ -165,6 +165,4 @@ def _build_file(
 
 
 def _intact(directory: Path, entry: MirrorFile | None) -> bool:
-    if entry is None or not (directory / entry.path).exists():
-        return False
-    return file_sha256(directory / entry.path) == entry.sha256
+    return bool(entry and (file := directory / entry.path).exists() and file_sha256(file) == entry.sha256)

@@ -7,9 +7,9 @@ import numpy as np
 
 from kit.estimate.choose.figures import plain_ticks
 from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import CONVENTIONS, Convention, StageMemory, memory_by_stage
+from kit.estimate.theory.memory import Convention, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
+from kit.estimate.validation.memory_validation import lumi_bytes
 from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
 from kit.papers.layers import Layer, Runs, on_clusters, table
 from kit.papers.panels import draw, finish
@@ -21,10 +21,6 @@ NO_MOMENTS = Convention(
     name="fp16 weight, fp16 gradient, fp32 copy, no Adam moments yet", weights=2, gradients=2, optimizer=4
 )
 """What the Frontier log can hold: all its steps so far were skipped by loss scaling."""
-LUMI_MODEL = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
-                           sequence_length=2048)  # fmt: skip
-LUMI_LAYERS = np.array([9] * 7 + [7])
-"""On its eight pipeline devices: the log's own partition."""
 
 
 def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -92,18 +88,6 @@ def frontier_stages() -> StageMemory:
     plan = paper_plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320)
     layouts = layouts_of(ModelSpec.preset(MODELS["175B"]), [plan], flash_attention=1)
     return memory_by_stage(layouts, kernels=MEGATRON, convention=NO_MOMENTS)
-
-
-def lumi_bytes(replicas: int) -> float:
-    """Returns the modelled bytes between steps on LUMI's last pipeline device."""
-    plan = paper_plan(
-        tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, micro_batch_size=2, global_batch_size=1024
-    )
-    stage = memory_by_stage(
-        Layouts.of(LUMI_MODEL, [plan], flash_attention=0), layers=LUMI_LAYERS, kernels=MEGATRON,
-        convention=CONVENTIONS["deepspeed_bf16"],
-    )  # fmt: skip
-    return float((stage.state + stage.buffers)[-1])
 
 
 def _static_layers() -> list[Layer]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.fit import published
-from kit.estimate.fit.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fit.calibrate import Calibration, left_out_ratios, published_calibration
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
@@ -54,14 +54,9 @@ def model_error() -> str:
 @lru_cache(maxsize=1)
 def left_out_errors() -> dict[str, float]:
     """Returns predicted over measured step time, less 1, of each LUMI run when the others alone are fitted."""
-    lumi = Site.load("lumi")
     runs = lumi_runs()
-    errors = {}
-    for i, run in enumerate(runs):
-        predicted = calibrate(runs[:i] + runs[i + 1 :], lumi).predict(run.layouts()).total_s
-        assert run.step_time_s
-        errors[f"{run.spec.name} on {run.num_devices} ({i})"] = float(predicted.item()) / run.step_time_s - 1
-    return errors
+    names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
+    return dict(zip(names, (left_out_ratios(runs, Site.load("lumi")) - 1).tolist(), strict=True))
 
 
 def lumi_runs() -> list[PublishedRun]:

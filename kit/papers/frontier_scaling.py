@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.validation.memory_validation import LUMI
 from kit.papers.frontier_demo import MICROBATCHES, select
-from kit.papers.frontier_memory import LUMI_MODEL
 from kit.papers.frontier_model import (
     MODELS,
     compared,
@@ -107,7 +107,7 @@ def lumi_layers() -> list[Layer]:
         paper_plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=int(fact.x) // 64, micro_batch_size=2,
                    global_batch_size=1024) for fact in steps
     ]  # fmt: skip
-    layouts = Layouts.of(LUMI_MODEL, plans, flash_attention=0)
+    layouts = Layouts.of(LUMI, plans, flash_attention=0)
     log = Layer.published(relative, label="LUMI 176B, logs")
     return [log, Layer.modelled("LUMI 176B", log.x, *_efficiency(layouts), error=model_error())]
 

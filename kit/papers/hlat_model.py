@@ -13,7 +13,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.search import search
 from kit.estimate.fit import published
-from kit.estimate.fit.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fit.calibrate import Calibration, left_out_ratios, published_calibration
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.hardware import Hardware
@@ -63,12 +63,8 @@ def benchmarks() -> tuple[PublishedRun, ...]:
 @lru_cache(maxsize=1)
 def left_out() -> dict[str, float]:
     """Returns ln(predicted / measured step time) of each benchmark when the others alone are fitted, by its name."""
-    site, runs, errors = Site.load(TRN1), benchmarks(), {}
-    for i, run in enumerate(runs):
-        predicted = calibrate(runs[:i] + runs[i + 1 :], site).predict(run.layouts()).total_s
-        assert run.step_time_s
-        errors[benchmark_name(run)] = float(np.log(predicted.item() / run.step_time_s))
-    return errors
+    errors = np.log(left_out_ratios(benchmarks(), Site.load(TRN1)))
+    return dict(zip(map(benchmark_name, benchmarks()), errors.tolist(), strict=True))
 
 
 def benchmark_name(run: PublishedRun) -> str:

@@ -11,6 +11,7 @@ from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
+from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, model_flops_per_token, step_time
@@ -127,12 +128,8 @@ class Calibration:
 def calibrate(runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None) -> Calibration:
     """Returns the coefficients of the machine that the runs were made on.
 
-    Their prior is the population of published machines, wider for a local site.
-
-    Args:
-        runs: published runs, run directories of the kit, or both; none gives the population's average.
-        site: the machine; default: that of the runs.
-        hardware: its numbers; default: of the site.
+    Their prior is the population of published machines, wider for a local site; no runs give the population's average.
+    The site is that of the runs unless it is given, and `hardware`, its numbers, are the site's.
 
     Raises:
         ConfigError: a directory holds no finished step, or the site lacks a number that step time needs.
@@ -158,6 +155,13 @@ def _local(prior: Prior) -> Prior:
         if name in LOCAL:
             mean[i], spread[i] = np.log(LOCAL[name][0]), LOCAL[name][1]
     return Prior(mean=mean, spread=spread)
+
+
+def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
+    """Returns predicted over measured step time of each run of a site when the others alone are fitted."""
+    others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
+    predicted = [calibrate(o, site).predict(run.layouts()).total_s.item() for o, run in zip(others, runs, strict=True)]
+    return np.array(predicted) / published.step_times(runs)
 
 
 def published_calibration(site: Site) -> Calibration:

@@ -21,6 +21,8 @@ A100_BYTES = 80 * GIB
 
 # Bytes allocated after a step on the last of 8 pipeline devices (TP 8, micro-batch 2, 7 layers there), MiB by replicas.
 # Source: logs of spyysalo/lumi-llm-scaling, 2023-06, MI250X, bf16.
+LUMI = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
+                     sequence_length=2048)  # fmt: skip
 LUMI_ALLOCATED_MIB = {2: 30_719, 4: 24_284, 8: 21_064, 16: 19_454, 32: 18_641}
 # Peak bytes fall by this from one of 16 pipeline devices to the next. Source: log 405287 of the Frontier paper's
 # authors (sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a), GPT 175B, TP 4, PP 16, micro-batch 1, full recomputation.
@@ -103,19 +105,7 @@ def labels(runs: Sequence[PublishedRun]) -> list[Row]:
 
 def allocator_logs() -> list[Row]:
     """Returns the error on two logs of what the allocator held, nothing fitted."""
-    lumi = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
-                         sequence_length=2048)  # fmt: skip
-    modelled = []
-    for replicas in LUMI_ALLOCATED_MIB:
-        plan = Plan(
-            tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, zero_stage=1, recompute="full",
-            micro_batch_size=2, global_batch_size=1024,
-        )  # fmt: skip
-        stage = memory_by_stage(
-            Layouts.of(lumi, [plan]), layers=np.array([9] * 7 + [7]), kernels=MEGATRON,
-            convention=CONVENTIONS["deepspeed_bf16"],
-        )  # fmt: skip
-        modelled.append((stage.state + stage.buffers)[-1] / MIB)
+    modelled = [lumi_bytes(replicas) / MIB for replicas in LUMI_ALLOCATED_MIB]
     measured = list(LUMI_ALLOCATED_MIB.values())
     frontier = Plan(
         tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
@@ -130,6 +120,19 @@ def allocator_logs() -> list[Row]:
         row("Memory: Frontier 175B, MiB from stage to stage, error", abs(step / FRONTIER_STEP_MIB - 1),
             "fraction", at_most=0.03, note=f"{step:.1f} MiB; measured {FRONTIER_STEP_MIB}; nothing fitted"),
     ]  # fmt: skip
+
+
+def lumi_bytes(replicas: int) -> float:
+    """Returns the modelled bytes between steps on LUMI's last pipeline device, as in LUMI_ALLOCATED_MIB."""
+    plan = Plan(
+        tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, zero_stage=1, recompute="full",
+        micro_batch_size=2, global_batch_size=1024,
+    )  # fmt: skip
+    stage = memory_by_stage(
+        Layouts.of(LUMI, [plan], flash_attention=0), layers=np.array([9] * 7 + [7]), kernels=MEGATRON,
+        convention=CONVENTIONS["deepspeed_bf16"],
+    )  # fmt: skip
+    return float((stage.state + stage.buffers)[-1])
 
 
 def _by_replicas(allocated_mib: Sequence[float]) -> str:

@@ -99,8 +99,7 @@ def machines() -> dict[str, Machine]:
 
 def population_without(all_machines: dict[str, Machine], family: str | None) -> Prior:
     """Returns the population of all machines but those of one family."""
-    others = [machine.small() for machine in all_machines.values() if machine.family != family]
-    return fitting.population(others)
+    return fitting.population([machine.small() for machine in all_machines.values() if machine.family != family])
 
 
 def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[Array, Array]:
@@ -124,8 +123,7 @@ def after_runs(machine: Machine, prior: Prior, count: int) -> tuple[float, float
     """Returns (error, coverage of the 90 % interval) on the rest after `count` runs that the kit chose itself."""
     rows, covariance = machine.rows, np.diag(prior.spread**2)
     chosen = propose(rows.layouts, rows.hardware, prior.mean, covariance, count)
-    rest = np.ones(len(rows), dtype=bool)
-    rest[chosen] = False
+    rest = ~np.isin(np.arange(len(rows)), chosen)
     found = fitting.fit(rows.select(np.array(chosen, dtype=int)), prior)
     error, inside = interval.errors(rows.select(rest), found)
     return float(np.abs(error).mean()), float(inside.mean())
@@ -160,7 +158,7 @@ def validate(
     priors = {name: population_without(everything, machine.family) for name, machine in everything.items()}
     errors, table = {}, []
     for name, machine in everything.items():
-        errors[name], half = _held_out(machine, everything)
+        errors[name], half = _held_out(machine, priors[name])
         table += _rows_of_machine(machine, errors[name], half)
     table += _new_machine(everything, priors)
     table += _regret_rows(everything, errors)
@@ -181,14 +179,13 @@ def predictions() -> dict[str, tuple[Array, Array]]:
     everything = machines()
     found = {}
     for name, machine in everything.items():
-        error, _ = _held_out(machine, everything)
+        error, _ = _held_out(machine, population_without(everything, machine.family))
         found[name] = (machine.rows.seconds, machine.rows.seconds * (1 + error))
     return found
 
 
-def _held_out(machine: Machine, everything: dict[str, Machine]) -> tuple[Array, Array]:
+def _held_out(machine: Machine, prior: Prior) -> tuple[Array, Array]:
     """Returns what `held_out` says with the numbers that are fitted for this machine."""
-    prior = population_without(everything, machine.family)
     prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
     return held_out(machine, prior, stacks=machine.name == "MI250X")
 
@@ -219,21 +216,19 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
 
 
 def _new_machine(everything: dict[str, Machine], priors: dict[str, Prior]) -> list[Row]:
-    rows, covered = [], []
+    rows, coverage = [], []
     for count, limit in CALIBRATION_RUNS.items():
         scores = {name: after_runs(everything[name], priors[name], count) for name in NEW_MACHINES}
         note = ", ".join(f"{name} {error:.1%}" for name, (error, _) in scores.items())
         mean = float(np.mean([error for error, _ in scores.values()]))
         rows.append(row(f"new machine, {count} runs chosen by the kit: mean error", mean, "fraction", at_most=limit,
                         note=note))  # fmt: skip
-        covered.append({name: inside for name, (_, inside) in scores.items()})
-    for count, coverage in zip(CALIBRATION_RUNS, covered, strict=True):
         if count in (0, 5):
-            value = float(np.mean(list(coverage.values())))
-            note = ", ".join(f"{name} {inside:.0%}" for name, inside in coverage.items())
-            rows.append(Row(name=f"new machine, {count} runs: coverage of the 90 % interval", value=value,
-                            unit="fraction", target="85 to 95 %", ok=0.85 <= value <= 0.95, note=note))  # fmt: skip
-    return rows
+            value = float(np.mean([inside for _, inside in scores.values()]))
+            note = ", ".join(f"{name} {inside:.0%}" for name, (_, inside) in scores.items())
+            coverage.append(Row(name=f"new machine, {count} runs: coverage of the 90 % interval", value=value,
+                                unit="fraction", target="85 to 95 %", ok=0.85 <= value <= 0.95, note=note))  # fmt: skip
+    return rows + coverage
 
 
 def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> list[Row]:

@@ -74,12 +74,10 @@ def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, 
     inside = rows.select(pool)
     proposed = propose(inside.layouts, inside.hardware, start.values, start.covariance, count)
     chosen = pool[np.array(proposed, dtype=int)]
-    rest = np.ones(len(runs), dtype=bool)
-    rest[chosen] = False
+    rest = ~np.isin(np.arange(len(runs)), chosen)
     found = start
     if count:
-        own = rows_of([*known, *(runs[i] for i in chosen)])
-        found = fitting.fit(own, prior, start=start.values)
+        found = fitting.fit(rows_of([*known, *(runs[i] for i in chosen)]), prior, start=start.values)
     error, covered = interval.errors(rows.select(rest), found)
     basis = f"{len(known)} published rows of this machine" if known else "average of published machines"
     assumed = sorted({name for run in runs for name in run.assumed})
