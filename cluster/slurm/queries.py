@@ -81,7 +81,8 @@ def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
     for job_id in wanted:
         seen = looks.get(job_id)
         if seen is None or (seen.state and seen.state.is_final):
-            looks[job_id] = _ended(job_id, config) or seen or _forgotten(job_id)
+            forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
+            looks[job_id] = _ended(job_id, config) or seen or Look(state=JobState.LOST, reason=forgotten)
     return looks
 
 
@@ -159,10 +160,6 @@ def _final(native: str, exit_code: str, reason: str = "") -> Look:
     if state is JobState.LOST:
         text += ". It was not requeued; `kit resume` starts it again"
     return Look(state=state, reason=text, exit_code=rc if state.is_final else None)
-
-
-def _forgotten(job_id: str) -> Look:
-    return Look(state=JobState.LOST, reason=f"Slurm no longer knows job {job_id}, and the job left no exit.json")
 
 
 def _show(job_id: str, config: str | None) -> dict[str, str]:

@@ -89,9 +89,7 @@ class Keeper:
     def _wait(self, reader: int) -> None:
         sources = [reader, *([self.line.socket] if self.line else [])]
         ready, _, _ = select.select(sources, [], [], 1.0 if self.warned_at else BEAT_EVERY_S)
-        numbers: bytes = b""
-        if reader in ready:
-            numbers = os.read(reader, 256)
+        numbers = os.read(reader, 256) if reader in ready else b""
         if signal.SIGTERM in numbers:
             self.warned_at = time.monotonic()
         if self.line:
@@ -111,8 +109,9 @@ class Keeper:
         if self.line.alone_s < ALONE_AFTER_S:
             return False
         if self.is_first_here:
-            said = f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending."
-            print(said, file=sys.stderr)
+            print(
+                f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr
+            )
         self.is_orphan = True
         return True
 

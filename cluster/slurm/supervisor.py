@@ -93,9 +93,8 @@ class Supervisor:
         starts = 0
         while True:
             self.attempt = take_over(self.run_dir, self.job)
-            say(
-                f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {os.environ['SLURM_JOB_NODELIST']}"
-            )
+            nodes = os.environ["SLURM_JOB_NODELIST"]
+            say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
                 ending = self._check_nodes() if starts == 0 else None
                 ending = self._judge(ending or self._attempt(starts))
@@ -158,16 +157,13 @@ class Supervisor:
 
     def _after(self, code: int) -> Ending:
         """Returns what follows when srun has ended, or when it should have."""
-        failures = self._failures()
-        if failures:
+        if failures := self._failures():
             # Several at once: what cannot pass comes first, then a crash; an error for a lost peer is a consequence.
             first = min(failures, key=lambda f: (f.code != USELESS_TO_RETRY, -f.code not in CRASHES, f.time))
             return self._failure(first)
         if code:
-            told = self._why_terminated()
-            return told or Ending(
-                "restart", f"srun ended with code {code}; see logs/slurm-{self.job.id}.log", rc=code % 256
-            )
+            reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
+            return self._why_terminated() or Ending("restart", reason, rc=code % 256)
         state = read_state(self.run_dir)
         if state and state.state is JobState.STOPPING:
             if self.stop_reason is None:
@@ -248,9 +244,7 @@ class Supervisor:
             return ending.rc
         with contextlib.suppress(OSError):
             self._note(ending.state, ending.reason, ending.lost_node)
-        if ending.fate == "requeue":
-            return self._requeue(ending)
-        return ending.rc
+        return self._requeue(ending) if ending.fate == "requeue" else ending.rc
 
     def _requeue(self, ending: Ending) -> int:
         deadline = time.monotonic() + REQUEUE_PATIENCE_S

@@ -142,10 +142,9 @@ class Watchman:
         every = self.run.recipe.checkpoint_every
         if every is None or attempt not in columns.first_steps:
             return None
-        newest = max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
-        if step - newest <= CHECKPOINT_LATE * every:
+        old = step - max([columns.first_steps[attempt] - 1, *self.run.checkpoints.steps()])
+        if old <= CHECKPOINT_LATE * every:
             return None
-        old = step - newest
         return "checkpoint", "warning", f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
 
 

@@ -27,7 +27,9 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     curves = eval_curve(run)
     if not curves:
         raise RunError(f"{run.directory} has no scores yet. Make some: `{kit_command('eval', run.directory)}`.")
-    panels = [group for group in (_accuracies(curves), _others(curves)) if group]
+    accuracies = _accuracies(curves)
+    others = [curve for curve in curves if curve not in accuracies]
+    panels = [group for group in (accuracies, others) if group]
     with new_figure(len(panels), height=3.0 * len(panels), squeeze=False) as (figure, axes):
         for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
@@ -51,8 +53,7 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
             axis.plot(x[here], y[here], marker, color=colour, markerfacecolor=face, markersize=5)
         if accuracy and np.isfinite(curve.chance):
             axis.axhline(100 * curve.chance, color=colour, linewidth=0.8, linestyle=":")
-    some_partial = any(curve.partial.any() for curve in curves)
-    hollow = "\nhollow: a part of the items" if some_partial else ""
+    hollow = "\nhollow: a part of the items" if any(curve.partial.any() for curve in curves) else ""
     names = ", ".join(dict.fromkeys(f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves))
     axis.set_title((f"Score, %; bars: 95 % interval; dotted: guessing{hollow}") if accuracy else f"{names}{hollow}")
     axis.set_xlabel("training tokens")
@@ -63,7 +64,3 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
 
 def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
     return [curve for curve in curves if not curve.metric.startswith(("bits", "byte", "likelihood", "word"))]
-
-
-def _others(curves: list[ScoreCurve]) -> list[ScoreCurve]:
-    return [curve for curve in curves if curve not in _accuracies(curves)]
