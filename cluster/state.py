@@ -162,11 +162,8 @@ def read_exit(run_dir: Path) -> ExitReport | None:
 def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any) -> RunState:
     """Changes some fields of state.json and returns the new content; the first update of an attempt starts afresh.
 
-    Args:
-        run_dir: the run directory.
-        attempt: the attempt that the caller belongs to (`KIT_ATTEMPT` in the environment of a rank).
-        lost_node: for the history: the node whose silence has brought the change about.
-        changes: fields of `RunState`.
+    The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are fields of `RunState`;
+    `lost_node`, for the history, is the node whose silence has brought the change about.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up and waits to be

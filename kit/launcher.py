@@ -36,13 +36,9 @@ def launch(
 ) -> Run:
     """Returns a run whose job has started, or waits in its site's queue; it goes on when this process ends.
 
-    Args:
-        directory: new run directory, or one of the same model and recipe, which continues from its last checkpoint.
-        spec: the model.
-        plan: its layout; a resumed run may have another than before.
-        recipe: what to optimise, on which data.
-        site: where to run, by name or as a record.
-        time_limit_s: of one job; a longer run comes back until it is done. Default: as long as the site gives.
+    The directory is a new one, or that of a run of the same model and recipe, which continues from its last checkpoint,
+    if need be with another plan. `time_limit_s` is that of one job, by default as long as the site gives; a longer run
+    comes back until it is done.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was

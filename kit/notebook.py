@@ -74,13 +74,8 @@ def at_scale(
 ) -> Given:
     """Returns what a notebook trains at a scale, after checking it; the rest is as for `kit launch`.
 
-    Args:
-        scale: demo, where nothing else is looked at, or cluster.
-        site: a .toml file of the reader's, or a name.
-        recipe: a .toml or .json file with fields of `Recipe`, or the name of a published one.
-        data: folder made by `kit data build`.
-        model: preset, or a spec.json; default: the published recipe's.
-        plan: file made by `kit plan --out`; default: the published recipe's.
+    The scale is demo, where nothing else is looked at, or cluster. Model and plan are by default those of the published
+    recipe.
 
     Raises:
         ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is still to fill in.

@@ -55,9 +55,8 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
 def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
     """Returns the decoder of a universal checkpoint, fp32, on the CPU, in evaluation mode.
 
-    Args:
-        folder: `global_stepN`, written by the kit, or by DeepSpeed's converter for a module of the kit.
-        spec: of the model, which the files do not describe.
+    The folder is `global_stepN`, written by the kit, or by DeepSpeed's converter for a module of the kit; its files do
+    not describe the model.
 
     Raises:
         DataError: a weight is missing, damaged or of another shape.

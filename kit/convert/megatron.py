@@ -50,9 +50,7 @@ Layer = list[dict[str, Tensor]]  # one state dict for each tensor rank
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
     """Returns the decoder of a Megatron-DeepSpeed checkpoint, fp32, on the CPU, in evaluation mode.
 
-    Args:
-        folder: `global_stepN`.
-        spec: of the model, which the files do not describe; its vocabulary is the padded one.
+    The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is the padded one.
 
     Raises:
         DataError: there are no layer files, some are missing, or they do not hold this model.

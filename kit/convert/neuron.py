@@ -26,9 +26,7 @@ REFERENCE = "torch_xla.utils.serialization.TensorReference"
 def import_nxd(folder: str | Path, spec: ModelSpec) -> Decoder:
     """Returns the decoder of an NxD checkpoint, fp32, on the CPU, in evaluation mode.
 
-    Args:
-        folder: `TAG`, or the `model` folder in it.
-        spec: of the model, which the files do not describe.
+    The folder is `TAG`, or the `model` folder in it; its files do not describe the model.
 
     Raises:
         ConfigError: the spec is not of the Llama family without biases.

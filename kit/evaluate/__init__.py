@@ -96,15 +96,9 @@ def evaluate(
 ) -> EvalReport:
     """Scores a checkpoint of a run and keeps the scores in the run directory, in `eval/step_NNNNNNNN.json`.
 
-    Args:
-        run: a `Run`, or its directory.
-        step: of the checkpoint; default the newest.
-        tasks: names from `BENCHMARKS`, or `heldout`: the held-out text of the run's data set; or the name of a suite.
-        options: see `Options`.
-
-    Returns:
-        The scores of these tasks. The file also keeps those of other tasks of the same step; it grows task by task,
-        so that an evaluation that is ended keeps what it has.
+    Tasks are names from `BENCHMARKS`, or `heldout`: the held-out text of the run's data set; or the name of a suite.
+    Returned are their scores. The file also keeps those of other tasks of the same step, by default the newest; it
+    grows task by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
 
     Raises:
         CheckpointError: the run has no complete checkpoint of that step.
@@ -174,18 +168,10 @@ def evaluate_model(
     device: str = "cpu",
     **options: Any,
 ) -> EvalReport:
-    """Scores a decoder.
+    """Returns the scores of a whole decoder on `device`, and which tasks of a suite could not be scored, and why.
 
-    Args:
-        model: a whole model, on `device`.
-        tokenizer: the one the model was trained with.
-        sequence_length: the longest input of the model, in tokens.
-        tasks, options: as in `evaluate`.
-        name: of the model, for the report.
-        heldout_file: `validation.jsonl` of the corpus, for the task `heldout`.
-
-    Returns:
-        The scores, and those tasks of a suite that could not be scored, with the reason.
+    `sequence_length` is the longest input of the model, in tokens; `heldout_file` the `validation.jsonl` of the corpus,
+    for the task `heldout`. Tasks and options are as in `evaluate`.
 
     Raises:
         ConfigError: a task is unknown, or tokenizer or sequence length do not fit the model.

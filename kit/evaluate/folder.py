@@ -62,11 +62,8 @@ def evaluate_folder(
 ) -> EvalReport:
     """Scores the Llama or GPT-2 of a Hugging Face folder; nothing is written into the folder.
 
-    Args:
-        folder: as `import_hugging_face` reads it, with a tokenizer.
-        tasks: as in `evaluate`; `heldout` belongs to a run.
-        out: file of the report, which keeps its scores of other tasks; default `report_beside`.
-        options: see `Options`.
+    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. The report is kept in `out`, by default
+    `report_beside`, with its scores of other tasks.
 
     Raises:
         ConfigError: as `import_hugging_face`, or `out` holds scores of other weights or another tokenizer.

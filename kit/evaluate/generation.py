@@ -105,11 +105,8 @@ def generate(
 ) -> list[Tokens]:
     """Returns the new tokens of each prompt, up to and with the first for which `is_last` is true.
 
-    Args:
-        decoder: a whole model.
-        prompts, options: run as one batch, see `batches`.
-        is_last: is asked with the new tokens of one prompt, after each.
-        batch_tokens: tokens of prompts in one forward pass (at least one of each different prompt).
+    The prompts run as one batch, see `batches`; `is_last` is asked with the new tokens of one prompt, after each.
+    `batch_tokens` limits the tokens of prompts in one forward pass (at least one of each different prompt).
     """
     device = next(decoder.parameters()).device
     cache = KeyValueCache(max(len(prompt.tokens) for prompt in prompts) + options.max_new_tokens)

@@ -81,12 +81,9 @@ NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork"
 class Sandbox:
     """Runs programs in the best isolation that this machine gives.
 
-    Args:
-        limits: of each program.
-        require: raise unless files, network, other processes and forks are all out of reach.
-
     Raises:
-        ConfigError: they are not, or this is not a Unix machine.
+        ConfigError: with `require`, unless files, network, other processes and forks are all out of reach; or this is
+            not a Unix machine.
     """
 
     def __init__(self, limits: Limits | None = None, *, require: bool = True) -> None:

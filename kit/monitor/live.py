@@ -37,11 +37,7 @@ async def follow(
     Awaited at the top level of a cell it leaves the kernel's event loop free, and it only reads the run directory:
     interrupt the cell, restart the kernel or close the notebook, and the job goes on. Call it again to look again.
 
-    Args:
-        run: at any time of its life.
-        baselines: losses in nats per token drawn as dashed lines with their name.
-        refresh_s: time between two looks.
-        limit_s: stop looking after this time.
+    `baselines` are losses in nats per token, drawn as dashed lines with their name.
 
     Raises:
         TimeoutError: the job has not ended after `limit_s`; it goes on.

@@ -122,10 +122,8 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
 
     Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are compared by a
     t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied by the ranks, of which the slowest
-    is looked at (Bonferroni). None where a block has no sample of that rank.
-
-    Args:
-        relative: step time over the median of all ranks, [rank, sample]; samples a multiple of BLOCKS.
+    is looked at (Bonferroni). None where a block has no sample of that rank. `relative` is step time over the median of
+    all ranks, [rank, sample]; samples are a multiple of BLOCKS.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that has not said anything

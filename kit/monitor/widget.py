@@ -31,10 +31,7 @@ _SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
 class Monitor(anywidget.AnyWidget):
     """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act on the job.
 
-    Args:
-        run: at any time of its life.
-        baselines: earlier runs, drawn as dashed curves, and published losses in nats per token, drawn as dashed lines.
-        smoothing: weight of the past in the averages, from 0 to below 1; the slider changes it.
+    Run, baselines and smoothing are as in `Dashboard`; the slider changes the smoothing.
 
     Raises:
         RunError: the chart library was never fetched; the message has the command.

@@ -36,9 +36,7 @@ class CheckpointWriter:
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
         """Copies `state` and begins to write it; returns as soon as training may change the tensors.
 
-        Args:
-            state: names and tensors, as `engine.state_dict()` gives them.
-            facts: the manifest's fields other than attempt, time and files.
+        `state` is as `engine.state_dict()` gives it, `facts` the manifest's fields other than attempt, time and files.
 
         Raises:
             CheckpointError: this or the previous write failed; older checkpoints are intact.

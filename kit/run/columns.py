@@ -147,9 +147,8 @@ def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:
 def supersede(rows: np.ndarray, first_steps: dict[int, int]) -> np.ndarray:
     """Returns rows, [names, n], by step, each step once: without an attempt's steps from the first of a newer one on.
 
-    Args:
-        rows: step and attempt are the first two; in the order of the file, of which the later of two equals counts.
-        first_steps: first step of each attempt.
+    Of the names step and attempt are the first two. The rows are in the order of the file: the later of two equals
+    counts.
     """
     attempts = sorted(first_steps)
     firsts = [float(first_steps[attempt]) for attempt in attempts]

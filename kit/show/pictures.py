@@ -55,8 +55,7 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
 def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows]:
     """Returns a figure of the weights that one rank of each pipeline stage holds, and its table.
 
-    Args:
-        weights: of each stage, the numbers held in blocks and in all; the rest is embedding, final norm and output.
+    `weights` of a stage are the numbers held in blocks and in all; the rest is embedding, final norm and output.
     """
     rows = [
         {"stage": stage, "blocks": blocks, "embedding and output": whole - blocks}

@@ -47,8 +47,7 @@ class ThemedFigure(Figure):
     def to_html(self, *, alt: str = "") -> str:
         """Returns both drawings, of which the page shows the one of its theme, and the notes.
 
-        Args:
-            alt: what is read instead of the picture; default its caption, or the titles of its panels.
+        `alt` is read instead of the picture; by default its caption, or the titles of its panels.
         """
         words = alt or self.caption or "; ".join(axis.get_title(loc="left") for axis in self.axes)
         size = f"width='{self.get_figwidth() * PIXELS_PER_INCH:.0f}' alt='{html.escape(words, quote=True)}'"

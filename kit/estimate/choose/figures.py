@@ -114,9 +114,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
     """Returns predicted against measured step times, each prediction made without its group, and a table of errors.
 
-    Args:
-        groups: (measured, predicted) seconds by name of the data set.
-        title: of the figure.
+    `groups` are (measured, predicted) seconds by name of the data set.
 
     Raises:
         ConfigError: more groups than there are markers.

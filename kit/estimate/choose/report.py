@@ -71,12 +71,8 @@ def plan_report(
 ) -> PlanReport:
     """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell about it.
 
-    Args:
-        model: a preset, or a spec.json.
-        site: a name or a .toml file.
-        devices, batch, max_risk, engine, only: as in `search`.
-        tokens, count: as in `answers`.
-        choose: which of them to explain and keep, from 1.
+    Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which layout to explain
+    and keep, from 1, and the rest is as in `search`.
 
     Raises:
         ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.

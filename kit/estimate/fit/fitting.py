@@ -112,12 +112,8 @@ def sensitivity(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Ar
 def fit(rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15) -> Fit:
     """Returns the coefficients that rows and prior together make most likely (Levenberg-Marquardt).
 
-    Args:
-        rows: measured; none gives the prior back.
-        prior: a spread of 0 keeps a coefficient at its mean.
-        start: ln coefficients to begin from; default: the prior's mean.
-        stacks: fit a factor for each software stack beside the common one.
-        steps: at most.
+    No rows give the prior back, and a spread of 0 keeps a coefficient at its mean. `start` are ln coefficients to begin
+    from instead of that mean; with `stacks` each software stack has a factor beside the common one.
     """
     size = len(NAMES)
     count = int(rows.stack.max()) + 1 if stacks and len(rows) else 0

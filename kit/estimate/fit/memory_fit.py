@@ -40,14 +40,8 @@ def fit_out_of_memory(
     """Returns (reserve, kernels) that make the labels most likely: five fitted numbers.
 
     They are the three of the reserve, and what the code base keeps of a logit and of a score (the latter only where
-    some layout writes scores out). Each is drawn towards where it starts with the spread of a log-normal prior.
-
-    Args:
-        layouts: that were tried.
-        is_out_of_memory: which of them stopped for lack of memory, bool.
-        device_bytes: memory of one device.
-        kernels, reserve: where to begin; flags stay as they are.
-        source: what the labels are.
+    some layout writes scores out). Each is drawn towards where it starts with the spread of a log-normal prior; flags
+    of `kernels` stay as they are.
     """
     labels = np.asarray(is_out_of_memory, dtype=bool)
     if labels.all() or not labels.any():

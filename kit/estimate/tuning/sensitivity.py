@@ -35,10 +35,9 @@ class Sensitivity:
 def sensitivity(trials: Trials, grid: Array | None = None) -> Sensitivity:
     """Returns exact Shapley values of each parameter at each trial, against all trials as background.
 
-    Args:
-        trials: of a search; failures count as the lowest success, as for the sampler.
-        grid: the objective on the whole space, one axis per parameter, NaN where it fails (`EstimatedRate.rates`);
-            without it, of a random forest that is fitted to the trials, as SHAP's tree explainer would.
+    Failures count as the lowest success, as for the sampler. `grid` is the objective on the whole space, one axis per
+    parameter, NaN where it fails (`EstimatedRate.rates`); without it, that of a random forest that is fitted to the
+    trials, as SHAP's tree explainer would.
 
     Raises:
         RunError: no trial succeeded.
