@@ -188,15 +188,13 @@ def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -
     Raises:
         ConfigError: its tensor and pipeline parallel degrees, or its batch, do not divide them.
     """
-    if nodes is not None and devices not in (None, nodes * site.devices_per_node):
-        raise ConfigError(
-            f"--nodes {nodes}: they have {nodes * site.devices_per_node} devices, --devices says {devices}. Give one."
-        )
+    wanted = devices if nodes is None else nodes * site.devices_per_node
+    if nodes is not None and devices not in (None, wanted):
+        raise ConfigError(f"--nodes {nodes}: they have {wanted} devices, --devices says {devices}. Give one.")
     if nodes is not None and nodes > 1 and site.scheduler == "local":
         raise ConfigError(
             f"--nodes {nodes}: site {site.name!r} is this machine alone. Give --devices, or another --site."
         )
-    wanted = devices if nodes is None else nodes * site.devices_per_node
     if wanted is None:
         return plan
     held = plan.tensor_parallel * plan.pipeline_parallel

@@ -174,11 +174,7 @@ class SafetensorsFolder:
 
 
 def _read_table(file: Path, advice: str) -> dict[str, Any]:
-    """Returns the table in a JSON file.
-
-    Raises:
-        DataError: it is missing, or something else.
-    """
+    """Returns the table in a JSON file, or raises DataError where it is missing, or something else."""
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -82,8 +82,7 @@ class LayerFiles:
             raise DataError(f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is {spec.num_layers}.")
         self.embedding = next((layer for layer in outside if "word_embeddings.weight" in layer[0]), None)
         self.norm = next((layer for layer in outside if layer[0].get("weight", torch.empty(0, 0)).ndim == 1), None)
-        matrices = (layer for layer in outside if self._output_name(layer))
-        self.output = next(matrices, None)
+        self.output = next((layer for layer in outside if self._output_name(layer)), None)
 
     def read(self, name: str) -> Tensor:
         """Returns one of our weights, whole.
@@ -134,8 +133,7 @@ class LayerFiles:
 def _read_layers(folder: Path) -> list[Layer]:
     files: dict[int, dict[int, Path]] = collections.defaultdict(dict)
     for file in folder.glob("layer_*-model_*-model_states.pt"):
-        match = FILE_NAME.fullmatch(file.name)
-        if match:
+        if match := FILE_NAME.fullmatch(file.name):
             files[int(match[1])][int(match[2])] = file
     if not files:
         raise DataError(

@@ -46,8 +46,7 @@ class NxdShards:
         self.spec = spec
         found = {}
         for file in sorted(self.folder.glob("dp_rank_00_*.pt")):
-            match = FILE_NAME.fullmatch(file.name)
-            if match:
+            if match := FILE_NAME.fullmatch(file.name):
                 found[int(match[1]), int(match[2])] = file
         self.tensor_parallel = 1 + max((tensor for tensor, _ in found), default=-1)
         stages = {stage for _, stage in found}
@@ -166,12 +165,11 @@ class TensorReference:
 def _load(file: Path) -> dict[str, Tensor | Path]:
     """Returns weights by name; of a file that was saved with use_xser, where each is."""
     tensors = Path(f"{file}.tensors")
-    if not tensors.is_dir():
-        state = load_tensors(file)
-        return state["model"] if isinstance(state.get("model"), dict) else state
-    with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
+    with torch.serialization.safe_globals([(TensorReference, REFERENCE)] if tensors.is_dir() else []):
         state = load_tensors(file)
     state = state["model"] if isinstance(state.get("model"), dict) else state
+    if not tensors.is_dir():
+        return state
     numbers = {name: held.tid for name, held in state.items() if isinstance(held, TensorReference)}
     for name, number in numbers.items():
         if not isinstance(number, int):

@@ -91,8 +91,7 @@ def build_dataset(
         text_key=text_key,
     )
     bars = _Progress(shown=progress)
-    existing = _existing(directory, settings, overwrite)
-    if existing is not None:
+    if (existing := _existing(directory, settings, overwrite)) is not None:
         bars.say(f"Reusing {directory}: built with the same settings from the same text.")
         return existing
     directory.parent.mkdir(parents=True, exist_ok=True)

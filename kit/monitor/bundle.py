@@ -119,11 +119,7 @@ def _npm_of(wheel: Path) -> list[str]:
 
 
 def _run(command: list[str], folder: Path, remedy: str) -> None:
-    """Runs one command of a fetch.
-
-    Raises:
-        RunError: it failed; with what it said.
-    """
+    """Runs one command of a fetch, or raises RunError with what it said."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-3:]

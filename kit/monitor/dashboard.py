@@ -169,9 +169,7 @@ class Dashboard:
         file = log_path(self.run.directory, self.status.attempt, self.log_rank)
         text = logs.search(file, self.log_search) if self.log_search else logs.tail(file)
         report = read_exit(self.run.directory) if self.status.exit_code else None
-        if report and not text and not self.log_search:
-            return report.log_tail
-        return text
+        return report.log_tail if report and not text and not self.log_search else text
 
     def _share_read(self) -> float:
         left = self.columns.unread_bytes

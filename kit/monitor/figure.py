@@ -94,8 +94,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
-        known = median(table[name][here])
-        if known is None:
+        if (known := median(table[name][here])) is None:
             continue
         level = scale * known
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
@@ -104,8 +103,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | No
         axis.annotate(text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP)
     if name == "mfu":
         axis.set_title(f"MFU, % of peak ({run.plan.precision})")
-        top = np.nanmax(values, initial=1)
-        axis.set_ylim(0, 10 * math.ceil(1.25 * top / 10))
+        axis.set_ylim(0, 10 * math.ceil(1.25 * np.nanmax(values, initial=1) / 10))
     else:
         axis.set_title(f"Tokens/s\n(no MFU: {why})")
         axis.set_ylim(0, 1.25 * np.nanmax(values, initial=1))

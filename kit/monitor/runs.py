@@ -83,17 +83,15 @@ def runs_table(folder: str | Path) -> RunsTable:
         RunError: there is no such folder.
     """
     folder = Path(folder).expanduser().resolve()
-    directories = find_runs(folder)
     rows, settings = [], []
-    for directory in directories:
+    for directory in find_runs(folder):
         name = str(directory.relative_to(folder)) if directory != folder else directory.name
         try:
             run = Run.open(directory)
             rows.append({"run": name, "directory": str(directory), **live_row(run)})
             settings.append(_settings(run))
         except (ConfigError, RunError, OSError, ValueError) as error:  # half-made, damaged, or deleted meanwhile
-            gone = not directory.is_dir()
-            reason = "deleted while it was looked at" if gone else str(error)
+            reason = str(error) if directory.is_dir() else "deleted while it was looked at"
             rows.append({"run": name, "directory": str(directory), "state": "unreadable", "reason": reason})
             settings.append(None)
     shown = _differing([values for values in settings if values is not None])

@@ -202,9 +202,7 @@ class Monitor(anywidget.AnyWidget):
 
 def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their averages."""
-    from kit.show.themed_figure import (
-        ThemedFigure,  # no style of matplotlib's, which is global: this also runs in a thread
-    )
+    from kit.show.themed_figure import ThemedFigure  # no style of matplotlib's, which is global: this runs in a thread
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
