@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LONGEST_FILE, LONGEST_FUNCTION = 355, 75
+LONGEST_FILE, LONGEST_FUNCTION = 340, 75
 """Lines: what the house has now. They may fall; a higher one is argued for in LOG.md."""
 
 
