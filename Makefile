@@ -25,11 +25,11 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Three at a time, the longest first; those on a Slurm mostly wait (for lost nodes to be noticed), beside two that compute.
+# Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
 pytest: .venv/dev-installed
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j3 \
-	    pytest-notebooks pytest-ranks pytest-faults pytest-launching pytest-rest
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 \
+	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-launching
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
