@@ -44,6 +44,9 @@ class Recipe(Record):
         super().__post_init__()
         for name in ("num_steps", "learning_rate", "keep_last", "validation_sequences", "eps"):
             _require(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        _require(
+            "num_steps", self.num_steps, self.num_steps < 2**53, "less than 2**53, which is what metrics can count"
+        )
         optional = "decay_steps gradient_clip validation_every checkpoint_every keep_every hung_after_s"
         for name in optional.split():
             value = getattr(self, name)

@@ -8,6 +8,7 @@ import typer
 from kit.commands.options import JsonOption, RunArgument, print_record
 from kit.errors import ConfigError
 from kit.run import Run
+from kit.show.terminal import PlainConsole
 from kit.spec import ModelSpec
 
 app = typer.Typer()
@@ -28,6 +29,7 @@ def export_hf(
     from kit.convert.hugging_face import export_run
 
     at = _step(step)
+    PlainConsole(stderr=True).print("Checking and reading the checkpoint, then writing ...")
     _tell(export_run(Run.open(run), at, out, precision=precision, with_tokenizer=tokenizer), as_json)
 
 

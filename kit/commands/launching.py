@@ -241,6 +241,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
 def _measured(site: Site, plan: Plan, run: Path) -> Site:
     from kit.measure.gemm import is_settled, measured_site
 
+    PlainConsole(stderr=True).print("Measuring this machine's matrix products, for MFU ...")
     site = measured_site(site, plan.precision)
     if not is_settled(site.device.peak_flops_per_s[plan.precision]):
         hint("The peak was measured on a busy machine. For MFU, measure it again:", "bench", "site", "--apply", run)
