@@ -5,6 +5,7 @@ checks every key and every value against the annotations, and an error names the
 Standard library only.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -16,8 +17,9 @@ import shlex
 import tempfile
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 LARGEST_FLOAT = 2**1023
 """Whole numbers below it can be written as a float."""
@@ -178,15 +180,23 @@ def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Replaces what a file holds in one step: a reader sees the old or the new content, never a part of it.
+    """Replaces what a file holds in one step, as `replacement` does, by what is in memory."""
+    with replacement(file) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
 
-    Its folder is made, but not those above: a run directory that was deleted must not come back as a stub.
+
+@contextlib.contextmanager
+def replacement(file: Path) -> Iterator[BinaryIO]:
+    """Yields a stream whose content replaces that of a file in one step at the end of the block, if nothing fails.
+
+    A reader sees the old or the new content, never a part of it. The file's folder is made, but not those above: a run
+    directory that was deleted must not come back as a stub.
     """
     file.parent.mkdir(exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            yield stream
         os.chmod(temporary, 0o644)
         os.replace(temporary, file)
     except BaseException:

@@ -28,9 +28,7 @@ def export_hf(
     """Write a checkpoint as a Hugging Face folder, with its tokenizer."""
     from kit.convert.hugging_face import export_run
 
-    at = _step(step)
-    PlainConsole(stderr=True).print("Checking and reading the checkpoint, then writing ...")
-    _tell(export_run(Run.open(run), at, out, precision=precision, with_tokenizer=tokenizer), as_json)
+    _tell(export_run(*_chosen(run, step), out, precision=precision, with_tokenizer=tokenizer), as_json)
 
 
 @app.command("export-deepspeed")
@@ -43,8 +41,7 @@ def export_deepspeed(
     """Write a checkpoint as DeepSpeed's universal checkpoint: weights and AdamW moments, for any layout."""
     from kit.convert.deepspeed import export_universal
 
-    at = _step(step)
-    _tell(export_universal(Run.open(run), at, out), as_json)
+    _tell(export_universal(*_chosen(run, step), out), as_json)
 
 
 @app.command("import-checkpoint")
@@ -96,10 +93,13 @@ def smollm2(
     _tell(folder, as_json)
 
 
-def _step(text: str) -> int | None:
-    if text != "newest" and not text.isdecimal():
-        raise ConfigError(f"step: {text!r} is not allowed. Give a number, or `newest`.")
-    return None if text == "newest" else int(text)
+def _chosen(directory: Path, step: str) -> tuple[Run, int | None]:
+    """Returns the run and the step, None for the newest, after saying that they will take a while to read."""
+    if step != "newest" and not step.isdecimal():
+        raise ConfigError(f"step: {step!r} is not allowed. Give a number, or `newest`.")
+    run = Run.open(directory)
+    PlainConsole(stderr=True).print("Checking and reading the checkpoint, then writing ...")
+    return run, None if step == "newest" else int(step)
 
 
 def _tell(folder: Path, as_json: bool) -> None:

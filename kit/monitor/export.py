@@ -1,13 +1,12 @@
 """Export: the steps of a run as a CSV or Parquet table, with the facts that its derived columns rest on."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, suggestion, write_atomic
+from cluster.record import ConfigError, replacement, suggestion
 from kit.errors import RunError
 from kit.run import Run
 from kit.run.columns import first_steps, supersede
@@ -60,12 +59,12 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
         raise RunError(f"{file} exists. Give another --out, or --overwrite.")
     from pyarrow import csv, parquet
 
-    table, written = export_table(run, every_attempt=every_attempt), io.BytesIO()
-    if format == "csv":
-        csv.write_csv(table, written)
-    else:
-        parquet.write_table(table, written, compression="zstd")
-    write_atomic(file, written.getvalue())
+    table = export_table(run, every_attempt=every_attempt)
+    with replacement(file) as stream:
+        if format == "csv":
+            csv.write_csv(table, stream)
+        else:
+            parquet.write_table(table, stream, compression="zstd")
     return table.num_rows
 
 

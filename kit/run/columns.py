@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from cluster.record import write_atomic
+from cluster.record import replacement
 from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
@@ -69,7 +69,9 @@ class Columns(Tail):
             "first_steps": list(self.first_steps.items()),
         }  # fmt: skip
         try:
-            write_atomic(self.cache, json.dumps(header).encode() + b"\n" + self._data[:, : len(self)].tobytes())
+            with replacement(self.cache) as stream:  # not by way of memory: ten million steps take a gigabyte
+                stream.write(json.dumps(header).encode() + b"\n")
+                self._data[:, : len(self)].tofile(stream)
         except OSError:
             return False
         self._cached_rows = len(self)
