@@ -1,4 +1,4 @@
-"""What the record of a run tells of its progress: whether it hangs, and whether it is worth another start.
+"""What the record of a run tells of its progress: whether it hangs, was told to stop, and is worth another start.
 
 Standard library only.
 """
@@ -6,7 +6,7 @@ Standard library only.
 import time
 from pathlib import Path
 
-from cluster.state import JobState, read_history, read_state
+from cluster.state import JobState, asked_at, read_history, read_state, read_taken
 
 HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
 
@@ -51,3 +51,8 @@ def has_ever_stepped(run_dir: Path) -> bool:
     """Returns whether any attempt of a run has taken a step."""
     state = read_state(run_dir)
     return bool((state and state.step) or any(event.step for event in read_history(run_dir)))
+
+
+def is_told_to_stop(run_dir: Path) -> bool:
+    """Returns whether the newest attempt was asked to stop, whether or not its trainer has taken the request yet."""
+    return asked_at(run_dir, "stop") is not None or read_taken(run_dir, "stop") is not None

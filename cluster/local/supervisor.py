@@ -34,9 +34,9 @@ from cluster.job import JobSpec
 from cluster.local import render_script
 from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, log_tail, record_end, say
 from cluster.process import Process
-from cluster.progress import fruitless_starts, has_ever_stepped
+from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError, counted
-from cluster.state import JobError, JobState, asked_at, log_path, read_exit, read_state, read_taken, update_state
+from cluster.state import JobError, JobState, log_path, read_exit, read_state, update_state
 
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LOOK_EVERY_S = 1.0
@@ -157,8 +157,7 @@ def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], ob
 def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
     """Returns an outcome with whether another attempt follows, by the rules of `cluster.slurm.supervisor`."""
     run_dir = home.run_dir
-    told_to_stop = asked_at(run_dir, "stop") is not None or read_taken(run_dir, "stop") is not None
-    if outcome.failing_rank is None or told_to_stop or home.why_lost():
+    if outcome.failing_rank is None or is_told_to_stop(run_dir) or home.why_lost():
         return outcome
     was_killed = outcome.rc > 128
     if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):

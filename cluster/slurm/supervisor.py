@@ -34,7 +34,7 @@ from cluster.descendants import become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, record_end, say
-from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
+from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError
 from cluster.slurm import requeue_this
 from cluster.slurm.beat import VARIABLE, Switchboard
@@ -47,7 +47,6 @@ from cluster.state import (
     SchedulerJob,
     StaleAttemptError,
     ask,
-    asked_at,
     read_state,
     record_event,
     update_state,
@@ -164,12 +163,16 @@ class Supervisor:
         if code:
             reason = f"srun ended with code {code}; see logs/slurm-{self.job.id}.log"
             return self._why_terminated() or Ending("restart", reason, rc=code % 256)
+        return self._stopped() or Ending("done", ended_well(self.spec.num_processes))
+
+    def _stopped(self) -> Ending | None:
+        """Returns what follows when the trainer has saved and stopped because it was asked to."""
         state = read_state(self.run_dir)
-        if state and state.state is JobState.STOPPING:
-            if self.stop_reason is None:
-                return Ending("done", f"stopped on request at step {state.step}")
-            return Ending("requeue", f"{self.stop_reason}; saved at step {state.step}", state=self.stop_state)
-        return Ending("done", ended_well(self.spec.num_processes))
+        if state is None or state.state is not JobState.STOPPING:
+            return None
+        if self.stop_reason is None:
+            return Ending("done", f"stopped on request at step {state.step}")
+        return Ending("requeue", f"{self.stop_reason}; saved at step {state.step}", state=self.stop_state)
 
     def _failure(self, failure: Failure) -> Ending:
         # Under torchrun a task is the agent of all ranks of a node.
@@ -215,7 +218,7 @@ class Supervisor:
         return None
 
     def _ask_to_stop(self, state: JobState, reason: str) -> None:
-        if self.stop_reason is None and asked_at(self.run_dir, "stop") is None:
+        if self.stop_reason is None and not is_told_to_stop(self.run_dir):
             self.stop_reason, self.stop_state = reason, state
             say(f"{reason}: asking the ranks to save and stop")
             ask(self.run_dir, "stop")
@@ -228,7 +231,9 @@ class Supervisor:
             return Ending("failed", lost, rc=ending.rc or 1)
         if ending.fate not in ("restart", "requeue"):
             return ending
-        if asked_at(self.run_dir, "stop") is not None and self.stop_reason is None:
+        if self.stop_reason is None and (stopped := self._stopped()):
+            return stopped  # all is saved: a rank or a node that was lost after that changes nothing
+        if self.stop_reason is None and is_told_to_stop(self.run_dir):
             return dataclasses.replace(ending, fate="failed", reason=f"{ending.reason}, after a request to stop")
         fruitless = fruitless_starts(self.run_dir, self.attempt)
         if fruitless > self.spec.max_restarts:

@@ -21,7 +21,10 @@ def export_hf(
     run: RunArgument,
     step: StepArgument,
     out: OutArgument,
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="float32 is exact")] = "float32",
+    precision: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="float32 (exact), bfloat16 or float16", metavar="TYPE"),
+    ] = "float32",
     tokenizer: Annotated[bool, typer.Option(help="with the tokenizer that it was trained with")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -47,7 +50,10 @@ def export_deepspeed(
 @app.command("import-checkpoint")
 def import_checkpoint(
     kind: Annotated[
-        Literal["nxd", "megatron-deepspeed", "deepspeed-universal"], typer.Argument(help="who wrote it", metavar="KIND")
+        Literal["nxd", "megatron-deepspeed", "deepspeed-universal"],
+        typer.Argument(
+            help="who wrote it: nxd, megatron-deepspeed or deepspeed-universal", metavar="KIND", show_choices=False
+        ),
     ],
     source: Annotated[Path, typer.Argument(help="folder of its files", metavar="SOURCE")],
     out: OutArgument,

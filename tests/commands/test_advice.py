@@ -17,7 +17,7 @@ import typer.main
 from cluster.job import JobSpec
 from cluster.scheduler import Kubernetes, Slurm
 from cluster.site import Site
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec

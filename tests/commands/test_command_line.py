@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from kit.plan import Plan

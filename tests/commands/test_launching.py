@@ -12,7 +12,7 @@ from cluster import local
 from cluster.job import Job
 from cluster.site import Site
 from kit import launcher
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.commands.launching import ask_for, on_devices
 from kit.errors import ConfigError
 from kit.papers import hlat_model

@@ -22,7 +22,7 @@ from cluster.site import Site
 from cluster.slurm import preflight
 from cluster.state import JobError, ask, log_path, take_request, update_state, write_end
 from kit import launcher
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.data import Dataset
 from kit.errors import CheckpointError, DataError, MissingPackageError, RunError
 from kit.evaluate.follow import follow_run

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.process import Process
 from cluster.state import JobState
-from kit.__main__ import app, main
+from kit.__main__ import main
+from kit.commands.app import app
 from kit.convert.whole_folder import whole_folder
 from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.errors import ConfigError
 from kit.model import build_decoder

@@ -1,9 +1,11 @@
 """Tokenizers: exact sizes, round trips, equality with the libraries they come from."""
 
+import _thread
 import inspect
 import io
 import json
 import textwrap
+import time
 
 import pytest
 import sentencepiece
@@ -163,3 +165,22 @@ def test_unusable_tokenizers_are_refused(tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"{}")
         with pytest.raises(DataError, match=f"{name}: .*not a"):
             load_tokenizer(tmp_path / name)
+
+
+def test_training_ends_at_ctrl_c_and_hands_on_an_error_of_the_texts():
+    def texts():
+        yield "some text " * 100
+        _thread.interrupt_main()
+        time.sleep(3)
+        yield "more"
+
+    def broken():
+        yield "some text"
+        raise DataError("line 2 is torn")
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_tokenizer(texts(), 260)
+    assert time.monotonic() - began < 3
+    with pytest.raises(DataError, match="line 2 is torn"):
+        train_tokenizer(broken(), 260)

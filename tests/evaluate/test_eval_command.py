@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kit import evaluate
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, task_data
 

@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.data.tokenizer import END_OF_TEXT, load_tokenizer
 from kit.errors import ConfigError, DataError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Metric, Options, TaskScore, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import DataError, RunError
 from kit.foreign.importers import ImportReport, import_log
 from kit.launcher import resume

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import cluster
 from cluster.job import JobSpec
 from cluster.state import ExitReport, JobState, ask, asked_at, take_request, write_exit
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.dashboard import Dashboard

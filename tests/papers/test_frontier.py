@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.estimate.tuning.tune import Trial, Trials
 from kit.papers import FRONTIER, frontier_demo, paper_figure

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cluster.site import Site
-from kit.__main__ import app
+from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.papers import HLAT, hlat_demo, hlat_small, paper_figure
