@@ -172,6 +172,8 @@ def test_a_run_without_steps_and_an_unknown_machine_are_refused(tmp_path, bloom)
     (run.directory / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no step time yet"):
         calibrate([run])
+    with pytest.raises(ConfigError, match="of laptop, and frontier has .* Leave the site out"):
+        calibrate([run], Site.load("frontier"))
     with pytest.raises(ConfigError, match="neither runs nor a site"):
         calibrate([])
     nowhere = dataclasses.replace(bloom[0], system="x", source="x", device="chip", peak_flops_per_s=None)

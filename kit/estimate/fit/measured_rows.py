@@ -115,6 +115,11 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
         machine = hardware or (Hardware.of(site) if site is not None else None)
         return rows if machine is None else dataclasses.replace(rows, hardware=Hardware.stack([machine]))
     run = run if isinstance(run, Run) else Run.open(Path(run))
+    if site is not None and site.device.name != run.site.device.name:
+        raise ConfigError(
+            f"{run.directory}: it ran on {run.site.device.name!r} of {run.site.name}, and {site.name} has "
+            f"{site.device.name!r}. Leave the site out, or give one with the device of the runs."
+        )
     metrics, plans, elsewhere = run.metrics(), run.plans(), run.other_sites()
     times, layouts, machines = [], [], []
     for attempt, plan in plans.items():
