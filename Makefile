@@ -11,12 +11,10 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest pytest-ranks pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
+.PHONY: demo test system check pytest-ranks pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
-
-test: system check pytest  ## everything that CI runs
 
 # The launch tests run a real Slurm, those of the dashboard a real Chromium. Without them they are skipped and say why.
 system:  ## both from Debian's packages, where this is Debian, the user is root and one is missing
@@ -27,9 +25,9 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 
 # Two at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
-pytest: .venv/dev-installed
+test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 \
-	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-launching
+	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-launching check
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
@@ -62,7 +60,7 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
 	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
-	    tests/cluster/test_notebooks_at_cluster_scale.py::test_watches_and_scores_on_the_readers_cluster
+	    tests/cluster/test_notebooks_at_cluster_scale.py
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

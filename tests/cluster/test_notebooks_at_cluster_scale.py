@@ -42,9 +42,24 @@ def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytes
     return run
 
 
+@pytest.fixture
+def patient(pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--real-limits"):
+        pytest.skip("some minutes each; `make faults` runs them")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("00_quickstart", [128]), ("03_launch_jobs", [40, 40])])
-def test_trains_what_its_reader_gives_on_the_readers_cluster(name: str, steps: list[int], run_notebook, spec) -> None:
+def test_trains_what_its_reader_gives_on_the_readers_cluster(run_notebook, spec) -> None:
+    check_runs("00_quickstart", [128], run_notebook, spec)
+
+
+@pytest.mark.slow
+def test_launches_what_its_reader_gives_on_the_readers_cluster(patient, run_notebook, spec) -> None:
+    check_runs("03_launch_jobs", [40, 40], run_notebook, spec)
+
+
+def check_runs(name: str, steps: list[int], run_notebook, spec) -> None:
+    """Runs a notebook, which makes runs of so many steps, as its reader has asked."""
     runs = run_notebook(name)
     assert [run.metrics().summary()["step"] for run in runs] == steps
     for run in runs:
@@ -59,10 +74,8 @@ def test_trains_what_its_reader_gives_on_the_readers_cluster(name: str, steps: l
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["04_watch_a_run", "05_evaluate"])
-def test_watches_and_scores_on_the_readers_cluster(name: str, run_notebook, monkeypatch, pytestconfig) -> None:
+def test_watches_and_scores_on_the_readers_cluster(name: str, patient, run_notebook, monkeypatch) -> None:
     """A notebook's last cell checks what it has claimed."""
-    if not pytestconfig.getoption("--real-limits"):
-        pytest.skip("some minutes each; `make faults` runs them")
     for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):  # they need the benchmarks and a pretrained model
         monkeypatch.delenv(variable)
     run_notebook(name)
