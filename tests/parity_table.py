@@ -54,7 +54,7 @@ def measure(spec: ModelSpec, plan: Plan) -> tuple[list[Trained], dict[str, Tenso
         folder = Path(name)
         said = run_ranks(plan.num_devices, train_and_leave_weights, spec, plan, folder)
         if plan.engine == "neuron":
-            return said, import_nxd(folder / f"step_{STEPS:08d}", spec).state_dict()
+            return said, import_nxd(folder / f"step_{STEPS:08d}", spec).decoder().state_dict()
         return said, {key: weight for file in folder.glob("*.pt") for key, weight in torch.load(file).items()}
 
 

@@ -3,39 +3,38 @@
 HLAT's Table IV averages its last checkpoints (arXiv 2404.10630). Sums are in fp64, so the mean is that of the weights.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.weights import Weights
 from kit.errors import ConfigError
-from kit.model import Decoder
 
 
-def average_models(decoders: Iterable[Decoder]) -> Decoder:
-    """Returns the decoder whose weights are the mean of those given, fp32; only one of them is held at a time.
+def average_models(models: Sequence[Weights]) -> Weights:
+    """Returns the mean of the weights of several models, each made when it is asked for.
 
     Raises:
         ConfigError: there is none, or they are not of one model.
     """
-    mean: Decoder | None = None
-    sums: dict[str, torch.Tensor] = {}
-    count = 0
-    for decoder in decoders:
-        mean = mean or decoder
-        if decoder.spec.replace(name="") != mean.spec.replace(name=""):
-            raise ConfigError(f"average: {decoder.spec.name} is not the same model as {mean.spec.name}.")
-        count += 1
-        for name, weight in decoder.named_parameters():
-            weight = weight.detach().double()
-            sums[name] = sums[name] + weight if name in sums else weight
-    if mean is None:
+    if not models:
         raise ConfigError("average: no checkpoint was given. Give at least one.")
-    with torch.no_grad():
-        for name, weight in mean.named_parameters():
-            weight.copy_(sums[name] / count)
-    return mean
+    spec = models[0].spec
+    for model in models:
+        if model.spec.replace(name="") != spec.replace(name=""):
+            raise ConfigError(f"average: {model.spec.name} is not the same model as {spec.name}.")
+
+    def fill(name: str, target: Tensor) -> None:
+        total, one = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape)
+        for model in models:
+            model.fill(name, one)
+            total += one
+        target.copy_(total / len(models))
+
+    return Weights(spec, fill)
 
 
 def average_folders(folders: Sequence[Path], out: Path) -> Path:
@@ -45,5 +44,5 @@ def average_folders(folders: Sequence[Path], out: Path) -> Path:
         ConfigError: no folder was given, they are not of one model, or `out` holds something.
         DataError: one of them cannot be read.
     """
-    decoder = average_models(import_hugging_face(folder) for folder in folders)
-    return export_hugging_face(decoder, out, tokenizer=Path(folders[0]))
+    mean = average_models([import_hugging_face(folder) for folder in folders])
+    return export_hugging_face(mean, out, tokenizer=Path(folders[0]))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.names import filled
 from kit.convert.neuron import load_tensors
+from kit.convert.weights import Weights, parameter_shapes
 from kit.convert.whole_folder import refuse_occupied, whole_folder
 from kit.errors import DataError
-from kit.model import Decoder
 from kit.parallel.linear import split_dim
 from kit.recipe import Recipe
 from kit.run import Run
+from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.spec import ModelSpec
 
 KINDS = {"fp32": "model", "exp_avg": "adamw.exp_avg", "exp_avg_sq": "adamw.exp_avg_sq"}
@@ -40,20 +40,18 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     folder = Path(folder)
     refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
-    shapes = _shapes(run.spec)
-    state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values() for name, shape in shapes.items()}
-    run.checkpoints.load(step, state, spec=run.spec, distributed=False)
+    tensors = CheckpointTensors(run.checkpoints, step, run.spec)
     with whole_folder(folder) as part:
         tag = part / f"global_step{step}"
-        for name in shapes:
-            _write_weight(tag / "zero" / name, name, state, step)
+        for name, shape in parameter_shapes(run.spec).items():
+            _write_weight(tag / "zero" / name, name, shape, tensors, step)
         _write_common(tag, run.recipe, step)
         (part / "latest_universal").write_text(tag.name)
     return folder
 
 
-def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
-    """Returns the decoder of a universal checkpoint, fp32, on the CPU, in evaluation mode.
+def import_universal(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of a universal checkpoint.
 
     The folder is `global_stepN`, written by the kit, or by DeepSpeed's converter for a module of the kit; its files do
     not describe the model.
@@ -61,7 +59,7 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
     Raises:
         DataError: a weight is missing, damaged or of another shape.
     """
-    shapes = _shapes(spec)
+    shapes = parameter_shapes(spec)
 
     def read(name: str) -> Tensor:
         file = Path(folder) / "zero" / name / "fp32.pt"
@@ -76,18 +74,14 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Decoder:
         shape = shapes[name]
         return weight[: shape.numel()].view(shape) if weight.ndim == 1 and len(weight) >= shape.numel() else weight
 
-    return filled(spec, read, Path(folder))
+    return Weights.read_by(spec, read, Path(folder))
 
 
-def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
-
-
-def _write_weight(folder: Path, name: str, state: dict[str, Tensor], step: int) -> None:
+def _write_weight(folder: Path, name: str, shape: torch.Size, tensors: CheckpointTensors, step: int) -> None:
     folder.mkdir(parents=True)
     for theirs, ours in KINDS.items():
-        torch.save({"param": state[f"{ours}.{name}"], "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
+        tensors.fill(f"{ours}.{name}", held := torch.empty(shape))
+        torch.save({"param": held, "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
     torch.save(torch.tensor(float(step)), folder / "step.pt")
 
 

@@ -3,8 +3,10 @@
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`) and the tokenizer.
 """
 
+import collections
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor
 
 from cluster.record import check_file_name
-from kit.convert import load_model
 from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, spec_of
-from kit.convert.names import filled, from_theirs, to_theirs
+from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
+from kit.convert.weights import Weights, parameter_shapes
 from kit.convert.whole_folder import refuse_occupied, whole_folder
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
 from kit.errors import DataError, MissingPackageError
@@ -26,23 +28,25 @@ from kit.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
+SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Its names of types."""
 
 
 # Export ----------------------------------------------------------------------------------------------------------
 
 
 def export_hugging_face(
-    decoder: Decoder,
+    model: Decoder | Weights,
     folder: str | Path,
     *,
     tokenizer: Tokenizer | Path | None = None,
     precision: Precision = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes a decoder as a folder that transformers loads, and returns it.
+    """Writes a model as a folder that transformers loads, weight by weight, and returns it.
 
     Args:
-        decoder: a whole model.
+        model: a whole one. Of `Weights` one at a time is in memory.
         folder: is made; it must be absent or empty, and appears when it is complete.
         tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`; or a
             Hugging Face folder, whose tokenizer is copied as it is.
@@ -52,22 +56,66 @@ def export_hugging_face(
     Raises:
         ConfigError: neither of the two families has such a model, or the folder holds something.
         DataError: transformers gives other ids than the tokenizer.
-        MissingPackageError: safetensors, huggingface_hub or, with a tokenizer, transformers is not installed.
+        MissingPackageError: a tokenizer is given and transformers is not installed.
     """
-    try:
-        from huggingface_hub import save_torch_state_dict
-    except ImportError as error:
-        raise MissingPackageError("huggingface_hub", "eval", "Writing a Hugging Face folder") from error
-    folder = Path(folder)
-    config = config_of(decoder.spec, precision=precision) | _token_ids(tokenizer)
+    folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
+    config = config_of(weights.spec, precision=precision) | _token_ids(tokenizer)
     refuse_occupied(folder)
-    weights = to_theirs(decoder.spec, ((name, weight.detach()) for name, weight in decoder.named_parameters()))
-    weights = {name: weight.to(getattr(torch, precision)) for name, weight in weights.items()}
     with whole_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _add_tokenizer(part, tokenizer, decoder.spec)
-        save_torch_state_dict(weights, part, max_shard_size=max_shard_bytes)
+        _add_tokenizer(part, tokenizer, weights.spec)
+        _write_shards(part, weights, precision, max_shard_bytes)
     return folder
+
+
+def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int) -> None:
+    """Writes the weight files as `save_pretrained` names and fills them, and last their index, if they are several."""
+    dtype, ours = getattr(torch, precision), parameter_shapes(weights.spec)
+    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
+    theirs = to_theirs(weights.spec, empty)
+    shards: list[dict[str, Tensor]] = [{}]
+    for name, weight in theirs.items():
+        if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + weight.nbytes > max_shard_bytes:
+            shards.append({})
+        shards[-1][name] = weight
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+
+    parts: dict[str, list[str]] = collections.defaultdict(list)
+    for name in ours:
+        parts[their_name(weights.spec, name)].append(name)
+
+    def made(theirs: str, like: Tensor) -> Tensor:
+        whole = torch.empty_like(like, device="cpu")
+        for name in parts[theirs]:
+            weights.fill(name, from_theirs(weights.spec, name, lambda _: whole))  # into its place in theirs
+        return whole
+
+    for file, shard in zip(files, shards, strict=True):
+        write_safetensors(folder / file, shard, made)
+    if len(shards) > 1:
+        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": sum(w.nbytes for w in theirs.values())}, "weight_map": file_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_safetensors(file: Path, tensors: dict[str, Tensor], made: Callable[[str, Tensor], Tensor]) -> None:
+    """Writes a safetensors file of tensors that are made, one after the other, from their names and empty likenesses.
+
+    Source: the format's description, github.com/huggingface/safetensors; its own writer wants all of them at once.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, like in tensors.items():
+        place = [end, end := end + like.nbytes]
+        header[name] = {"dtype": SAFETENSORS[like.dtype], "shape": list(like.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, like in tensors.items():
+            stream.write(made(name, like).flatten().view(torch.uint8).numpy().data)
 
 
 def export_run(
@@ -79,7 +127,7 @@ def export_run(
         CheckpointError: there is no complete checkpoint of that step.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
-    return export_hugging_face(load_model(run, step), folder, tokenizer=tokenizer, precision=precision)
+    return export_hugging_face(Weights.of_run(run, step), folder, tokenizer=tokenizer, precision=precision)
 
 
 def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:
@@ -100,8 +148,8 @@ def _add_tokenizer(folder: Path, tokenizer: Tokenizer | Path | None, spec: Model
 # Import ----------------------------------------------------------------------------------------------------------
 
 
-def import_hugging_face(folder: str | Path) -> Decoder:
-    """Returns the decoder of a Hugging Face folder, fp32, on the CPU, in evaluation mode.
+def import_hugging_face(folder: str | Path) -> Weights:
+    """Returns the weights of a Hugging Face folder.
 
     Raises:
         ConfigError: the architecture is not one of the two, or differs from the kit's decoder in something.
@@ -122,7 +170,7 @@ def import_hugging_face(folder: str | Path) -> Decoder:
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files have "
             f"{weights.size_bytes:,} bytes. Copy them again."
         )
-    return filled(spec, lambda name: from_theirs(spec, name, weights.read), folder)
+    return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
 
 
 class SafetensorsFolder:

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.names import filled
 from kit.convert.neuron import load_tensors
+from kit.convert.weights import Weights
 from kit.errors import DataError
-from kit.model import Decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -44,11 +43,11 @@ ROW_SPLIT = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 COPIED = ("layernorm.weight", "layernorm.bias", "self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
 """The same on all ranks."""
 
-Layer = list[dict[str, Tensor]]  # one state dict for each tensor rank
+Layer = list[Path]  # the file of each tensor rank: nothing of it stays in memory
 
 
-def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
-    """Returns the decoder of a Megatron-DeepSpeed checkpoint, fp32, on the CPU, in evaluation mode.
+def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of a Megatron-DeepSpeed checkpoint.
 
     The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is the padded one.
 
@@ -60,7 +59,7 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Decoder:
     """
     layers = LayerFiles(Path(folder), spec)
     _check_arguments(Path(folder), spec)
-    return filled(spec, layers.read, Path(folder))
+    return Weights.read_by(spec, layers.read, Path(folder))
 
 
 class LayerFiles:
@@ -69,20 +68,31 @@ class LayerFiles:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder, self.spec = folder, spec
         self.blocks: list[Layer] = []
-        outside: list[Layer] = []
-        for layer in _read_layers(folder):
-            is_block = any(name.startswith("input_layernorm") for name in layer[0])
-            (self.blocks if is_block else outside).append(layer)
+        self.embedding: Layer | None = None
+        self.norm: Layer | None = None
+        self.output: Layer | None = None
+        self.output_name = ""
+        for layer in _layer_files(folder):
             ranks = len(layer)
+            self._place(layer, _load(layer[0]))
         if spec.num_kv_heads % ranks:
             raise DataError(
                 f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks} tensor ranks."
             )
         if len(self.blocks) != spec.num_layers:
             raise DataError(f"{folder}: has {len(self.blocks)} blocks, but spec.num_layers is {spec.num_layers}.")
-        self.embedding = next((layer for layer in outside if "word_embeddings.weight" in layer[0]), None)
-        self.norm = next((layer for layer in outside if layer[0].get("weight", torch.empty(0, 0)).ndim == 1), None)
-        self.output = next((layer for layer in outside if self._output_name(layer)), None)
+
+    def _place(self, layer: Layer, held: dict[str, Tensor]) -> None:
+        """Notes what a layer is by what its first rank holds; where embeddings are tied, the last copies the first."""
+        matrices = [name for name in ("lm_head.weight", "weight") if name in held and held[name].ndim == 2]
+        if any(name.startswith("input_layernorm") for name in held):
+            self.blocks.append(layer)
+        elif "word_embeddings.weight" in held:
+            self.embedding = self.embedding or layer
+        elif matrices:
+            self.output, self.output_name = layer, matrices[0]
+        elif "weight" in held:
+            self.norm = layer
 
     def read(self, name: str) -> Tensor:
         """Returns one of our weights, whole.
@@ -100,8 +110,7 @@ class LayerFiles:
             return _one(self._layer(self.embedding, name), "position_embeddings.weight")
         if module == "norm":
             return _one(self._layer(self.norm, name), kind)
-        output = self._layer(self.output, name)
-        return _merge(output, self._output_name(output))
+        return _merge(self._layer(self.output, name), self.output_name)
 
     def _in_block(self, layer: Layer, inner: str, kind: str) -> Tensor:
         theirs = f"{IN_BLOCK[inner]}.{kind}"
@@ -120,17 +129,13 @@ class LayerFiles:
         place = {"query": slice(group), "key": slice(group, group + 1), "value": slice(group + 1, None)}[which]
         return parts[:, place].flatten(0, 2)
 
-    def _output_name(self, layer: Layer) -> str:
-        found = [name for name, weight in layer[0].items() if name in ("lm_head.weight", "weight") and weight.ndim == 2]
-        return found[0] if found else ""
-
     def _layer(self, layer: Layer | None, name: str) -> Layer:
         if layer is None:
             raise DataError(f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with.")
         return layer
 
 
-def _read_layers(folder: Path) -> list[Layer]:
+def _layer_files(folder: Path) -> list[Layer]:
     files: dict[int, dict[int, Path]] = collections.defaultdict(dict)
     for file in folder.glob("layer_*-model_*-model_states.pt"):
         if match := FILE_NAME.fullmatch(file.name):
@@ -144,13 +149,12 @@ def _read_layers(folder: Path) -> list[Layer]:
     for number, layer in files.items():
         if sorted(layer) != list(range(ranks)):
             raise DataError(f"{folder}: layer {number} has tensor ranks {sorted(layer)}, expected 0 to {ranks - 1}.")
-    # Where embeddings are tied, the last layer is a copy of the first.
-    return [[_renamed(load_tensors(files[number][rank])) for rank in range(ranks)] for number in sorted(files)]
+    return [[files[number][rank] for rank in range(ranks)] for number in sorted(files)]
 
 
-def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _load(file: Path) -> dict[str, Tensor]:
     """Returns a state dict by today's names: `self_attention` was once `attention`."""
-    return {re.sub(r"^attention\.", "self_attention.", name): weight for name, weight in state.items()}
+    return {re.sub(r"^attention\.", "self_attention.", name): weight for name, weight in load_tensors(file).items()}
 
 
 def _merge(layer: Layer, name: str) -> Tensor:
@@ -165,13 +169,15 @@ def _one(layer: Layer, name: str) -> Tensor:
 
 
 def _parts(layer: Layer, name: str) -> list[Tensor]:
-    for number, rank in enumerate(layer):
+    parts = []
+    for number, file in enumerate(layer):
+        rank = _load(file)
         if name not in rank:
             raise DataError(
                 f"tensor rank {number} holds no {name!r} in a layer, only {', '.join(rank)}. "
                 f"Give the spec that it was trained with."
             )
-    parts = [rank[name] for rank in layer]
+        parts.append(rank[name])
     if len({part.shape for part in parts}) > 1:
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise DataError(f"{name} has the shapes {shapes} on its tensor ranks. They are not of one checkpoint.")

@@ -5,13 +5,10 @@ first), with query, key and value side by side in one.
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kit.errors import DataError
-from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
 
 OUTSIDE = {
@@ -71,32 +68,12 @@ def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[st
 
 
 def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns one of our weights; `read` gives one of theirs by its name."""
+    """Returns one of our weights, a view of what `read` gives: one of theirs by its name."""
     weight = read(their_name(spec, name))
     inner = name.split(".", 2)[-1].rsplit(".", 1)[0]
     if spec.family == "gpt" and inner in FUSED:
         weight = weight.chunk(3, dim=-1)[FUSED[inner]]
     return weight.T if _transposed(spec, name, weight) else weight
-
-
-def filled(spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Decoder:
-    """Returns a decoder, fp32, on the CPU, in evaluation mode, each of its weights what `read` gives for its name.
-
-    Raises:
-        DataError: a shape differs; the message names `source`.
-    """
-    advice = f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was trained with."
-    decoder = empty_decoder(spec).eval()
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            try:
-                weight = read(name)
-            except RuntimeError as error:  # a merged weight cannot be cut into heads
-                raise DataError(f"{name}: {error}. {advice}") from error
-            if weight.shape != parameter.shape:
-                raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(parameter.shape)}. {advice}")
-            parameter.copy_(weight)
-    return decoder
 
 
 def _transposed(spec: ModelSpec, name: str, weight: Tensor) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kit.convert.names import filled, from_theirs
+from kit.convert.names import from_theirs
+from kit.convert.weights import Weights
 from kit.errors import ConfigError, DataError
-from kit.model import Decoder
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
@@ -23,8 +23,8 @@ REFERENCE = "torch_xla.utils.serialization.TensorReference"
 """The class that stands for a tensor in a file that was saved with use_xser, by its pickled name."""
 
 
-def import_nxd(folder: str | Path, spec: ModelSpec) -> Decoder:
-    """Returns the decoder of an NxD checkpoint, fp32, on the CPU, in evaluation mode.
+def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of an NxD checkpoint.
 
     The folder is `TAG`, or the `model` folder in it; its files do not describe the model.
 
@@ -35,7 +35,7 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Decoder:
     if spec.family != "llama" or spec.bias:
         raise ConfigError(f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not read.")
     shards = NxdShards(Path(folder), spec)
-    return filled(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
+    return Weights.read_by(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
 
 
 class NxdShards:
@@ -60,7 +60,7 @@ class NxdShards:
                 f"Give the folder of one complete NxD checkpoint."
             )
         self._shards = [
-            {name: weight for stage in sorted(stages) for name, weight in _load(found[tensor, stage]).items()}
+            {name: file for stage in sorted(stages) for name, file in _files(found[tensor, stage]).items()}
             for tensor in range(self.tensor_parallel)
         ]
 
@@ -152,8 +152,8 @@ class NxdShards:
     def _parts(self, name: str) -> list[Tensor]:
         if name not in self._shards[0]:
             raise DataError(f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with.")
-        found = (shard[name] for shard in self._shards)
-        return [load_tensors(part)[""] if isinstance(part, Path) else part for part in found]
+        held = (_weights(load_tensors(shard[name])) for shard in self._shards)
+        return [tensors[name if name in tensors else ""] for tensors in held]
 
 
 class TensorReference:
@@ -162,19 +162,22 @@ class TensorReference:
     tid: int
 
 
-def _load(file: Path) -> dict[str, Tensor | Path]:
-    """Returns weights by name; of a file that was saved with use_xser, where each is."""
+def _files(file: Path) -> dict[str, Path]:
+    """Returns the file that holds each weight by name: this one, unless it was saved with use_xser."""
     tensors = Path(f"{file}.tensors")
     with torch.serialization.safe_globals([(TensorReference, REFERENCE)] if tensors.is_dir() else []):
-        state = load_tensors(file)
-    state = state["model"] if isinstance(state.get("model"), dict) else state
+        state = _weights(load_tensors(file))
     if not tensors.is_dir():
-        return state
+        return dict.fromkeys(state, file)
     numbers = {name: held.tid for name, held in state.items() if isinstance(held, TensorReference)}
     for name, number in numbers.items():
         if not isinstance(number, int):
             raise DataError(f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint again.")
     return {name: tensors / f"tensor_{number}.pt" for name, number in numbers.items()}
+
+
+def _weights(state: dict[str, Any]) -> dict[str, Any]:
+    return state["model"] if isinstance(state.get("model"), dict) else state
 
 
 def load_tensors(file: Path) -> dict[str, Any]:

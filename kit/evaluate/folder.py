@@ -74,7 +74,7 @@ def evaluate_folder(
     folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
     file, start = out or report_beside(folder), time.perf_counter()
     check_keepable(file)
-    lone, model = load_tokenizer(folder), import_hugging_face(folder)  # cheap refusals first
+    lone, model = load_tokenizer(folder), import_hugging_face(folder).decoder()  # cheap refusals first
     tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(
         name=folder.resolve().name, checkpoint=str(folder.resolve()), weights_sha256=_weights_sha256(folder),

@@ -17,6 +17,7 @@ from kit.show.results import Row, load_average, write_results
 from tests.benchmarks import (
     checkpoints,
     cold_start,
+    conversion,
     data,
     engines,
     evaluate,
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "cold_start": lambda workplace, dataset: cold_start.measure(workplace),
     "data": data.measure,
     "checkpoints": lambda workplace, dataset: checkpoints.measure(workplace),
+    "conversion": lambda workplace, dataset: conversion.measure(workplace),
     "overhead": overhead.measure,
     "evaluate": evaluate.measure,
     "scale": lambda workplace, dataset: scale.measure(workplace),

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.benchmarks import checkpoints, cold_start, data
+from tests.benchmarks import checkpoints, cold_start, conversion, data
 
 
 def test_data_is_read_both_ways_and_text_is_encoded(tiny_dataset, tmp_path: Path, monkeypatch) -> None:
@@ -28,3 +28,8 @@ def test_a_clone_comes_to_its_first_loss(tmp_path: Path) -> None:
     assert list(rows)[0] == "git clone" and rows["launch to first loss"].value > 0.5
     whole = rows.pop("from `git clone` to the first loss").value
     assert whole == sum(row.value for row in rows.values())
+
+
+def test_an_export_is_measured(llama_spec, tmp_path: Path) -> None:
+    peak, seconds = conversion.measure(tmp_path, llama_spec, shard_bytes=50_000)
+    assert 0.1 < peak.value < 1.0 and "to 1 files" not in peak.note and seconds.value > 0

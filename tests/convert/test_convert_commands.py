@@ -22,7 +22,7 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "spec.json"), "--json"])
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["bytes"] > 4 * GPT.num_params
-    found = import_hugging_face(tmp_path / "out")
+    found = import_hugging_face(tmp_path / "out").decoder()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
 
 
@@ -30,7 +30,7 @@ def test_averages_are_written(tmp_path: Path) -> None:
     folders = [str(export_hugging_face(build_decoder(GPT, seed=seed), tmp_path / str(seed))) for seed in (1, 2)]
     answer = CliRunner().invoke(app, ["average", str(tmp_path / "mean"), *folders])
     assert answer.exit_code == 0, answer.output
-    first, second, mean = (import_hugging_face(tmp_path / name).norm for name in ("1", "2", "mean"))
+    first, second, mean = (import_hugging_face(tmp_path / name).decoder().norm for name in ("1", "2", "mean"))
     assert torch.equal(mean.weight, (first.weight + second.weight) / 2)  # type: ignore[union-attr]
 
 

@@ -11,7 +11,8 @@ import transformers
 
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.hugging_face_config import ALIASES, DEFAULTS, config_of, spec_of
-from kit.convert.names import filled, from_theirs
+from kit.convert.names import from_theirs
+from kit.convert.weights import Weights
 from kit.data import load_tokenizer
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
@@ -66,9 +67,9 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert not any(report.values()), f"weights that did not fit: {report}"
     assert type(model).__name__ == ("LlamaForCausalLM" if "Llama" in name else "GPT2LMHeadModel")
     assert_same_logits(decoder, model)
-    assert_equal(import_hugging_face(folder), decoder)
+    assert_equal(import_hugging_face(folder).decoder(), decoder)
     model.save_pretrained(tmp_path / "theirs")  # the file that transformers itself writes
-    assert_equal(import_hugging_face(tmp_path / "theirs"), decoder)
+    assert_equal(import_hugging_face(tmp_path / "theirs").decoder(), decoder)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -77,16 +78,16 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     folder = export_hugging_face(decoder, tmp_path / "model", max_shard_bytes=100_000)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2 and max(shard.stat().st_size for shard in shards) < 110_000
-    assert_equal(import_hugging_face(folder), decoder)
+    assert_equal(import_hugging_face(folder).decoder(), decoder)
     assert_same_logits(decoder, transformers.AutoModelForCausalLM.from_pretrained(folder))
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
     with pytest.raises(DataError, match=f"{shards[1].name}: not a readable safetensors file"):
-        import_hugging_face(folder)
+        import_hugging_face(folder).decoder()
 
 
 def test_lower_precision_is_rounded_once(tmp_path: Path) -> None:
     decoder = decoder_of(GPT)
-    found = import_hugging_face(export_hugging_face(decoder, tmp_path / "model", precision="bfloat16"))
+    found = import_hugging_face(export_hugging_face(decoder, tmp_path / "model", precision="bfloat16")).decoder()
     weights = dict(decoder.named_parameters())
     assert all(torch.equal(p, weights[name].bfloat16().float()) for name, p in found.named_parameters())
 
@@ -109,7 +110,7 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
     folder = export_hugging_face(decoder, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     save_file({name.removeprefix("transformer."): w for name, w in weights.items()}, folder / "model.safetensors")
-    assert_equal(import_hugging_face(folder), decoder)
+    assert_equal(import_hugging_face(folder).decoder(), decoder)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,8 @@ def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
     given: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, **size, **config}
     found, theirs = spec_of(given, name="x"), transformers.LlamaConfig(**copy.deepcopy(given))
     model = transformers.LlamaForCausalLM(theirs)
-    decoder = filled(found, lambda name: from_theirs(found, name, model.state_dict().__getitem__), Path("here"))
+    theirs_of = model.state_dict().__getitem__
+    decoder = Weights.read_by(found, lambda name: from_theirs(found, name, theirs_of), Path("here")).decoder()
     assert found.sequence_length == theirs.max_position_embeddings and found.norm_eps == theirs.rms_norm_eps
     assert_same_logits(decoder, model)
 
@@ -190,13 +192,13 @@ def test_nothing_is_overwritten_and_damage_is_told(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
     with pytest.raises(DataError, match=r"embedding.tokens.weight has shape \[300, 64\], expected \[301, 64\]"):
-        import_hugging_face(folder)
+        import_hugging_face(folder).decoder()
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(DataError, match="has no weight 'model.layers.3"):
-        import_hugging_face(folder)
+        import_hugging_face(folder).decoder()
     with pytest.raises(DataError, match="no readable config.json"):
-        import_hugging_face(tmp_path)
+        import_hugging_face(tmp_path).decoder()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(DataError, match="pickled .bin files are not read"):
-        import_hugging_face(folder)
+        import_hugging_face(folder).decoder()

@@ -20,6 +20,7 @@ from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.names import to_theirs
 from kit.convert.neuron import import_nxd
+from kit.convert.weights import Weights
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
@@ -117,8 +118,8 @@ def write_nxd(
 def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: int, tmp_path: Path) -> None:
     decoder = llama(num_kv_heads)
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, pipeline)
-    assert_equal(import_nxd(folder, decoder.spec), decoder)
-    assert_equal(import_nxd(folder / "model", decoder.spec), decoder)
+    assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
+    assert_equal(import_nxd(folder / "model", decoder.spec).decoder(), decoder)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -127,7 +128,7 @@ def test_nxd_shards_come_back_whole(num_kv_heads: int, tensor: int, pipeline: in
 def test_nxd_shards_tell_the_order_of_their_heads(platform, fused, num_kv_heads, tensor, tmp_path) -> None:
     decoder = llama(num_kv_heads)
     folder = write_nxd(decoder, tmp_path / "step_10", tensor, 2, platform, fused)
-    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
 
 
 def test_copies_that_stochastic_rounding_let_drift_are_still_copies(tmp_path: Path) -> None:
@@ -137,11 +138,11 @@ def test_copies_that_stochastic_rounding_let_drift_are_still_copies(tmp_path: Pa
     state = torch.load(drifted)
     state["model.layers.0.self_attn.qkv_proj.weight_k"] *= 1 + 2**-8
     torch.save(state, drifted)
-    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
     state["model.layers.0.self_attn.qkv_proj.weight_k"] *= -1
     torch.save(state, drifted)
     with pytest.raises(DataError, match="neither neighbours nor every 2th are copies"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
 
 
 def write_xser(folder: Path) -> None:
@@ -176,33 +177,33 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(torch_xla_serialization, 
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
-    assert_equal(import_nxd(folder, decoder.spec), decoder)
+    assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
     file = folder / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt"
     (Path(f"{file}.tensors") / "tensor_0.pt").unlink()
     with pytest.raises(DataError, match=r"tp_rank_01_pp_rank_00.pt.tensors/tensor_0.pt: cannot be read"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
     torch.save({"model.norm.weight": TheirReference("../../elsewhere")}, file)
     with pytest.raises(DataError, match=r"pp_rank_00.pt: tensor_'../../elsewhere'"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
     torch.save({"model.norm.weight": Path("code")}, file)
     with pytest.raises(DataError, match="cannot be read as tensors"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
 
 
 def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     with pytest.raises(DataError, match="feed_forward.gate.weight has shape .* does not hold tiny"):
-        import_nxd(folder, decoder.spec.replace(ffn_hidden_size=98))
+        import_nxd(folder, decoder.spec.replace(ffn_hidden_size=98)).decoder()
     with pytest.raises(DataError, match=r"has no weight 'model.layers.4.input_layernorm.weight'"):
-        import_nxd(folder, decoder.spec.replace(num_layers=5))
+        import_nxd(folder, decoder.spec.replace(num_layers=5)).decoder()
     (folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").rename(tmp_path / "away.pt")
     with pytest.raises(DataError, match="shards are missing: tp 2 pp 1"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
     with pytest.raises(DataError, match="has no dp_rank_00_tp_rank"):
-        import_nxd(tmp_path, decoder.spec)
+        import_nxd(tmp_path, decoder.spec).decoder()
     with pytest.raises(ConfigError, match="not a Llama without biases"):
-        import_nxd(folder, decoder.spec.replace(bias=True))
+        import_nxd(folder, decoder.spec.replace(bias=True)).decoder()
 
 
 def test_pickled_code_is_refused(tmp_path: Path) -> None:
@@ -210,7 +211,7 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
     folder = write_nxd(decoder, tmp_path / "step_10", 1, 1)
     torch.save({"model": Path("code")}, folder / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
     with pytest.raises(DataError, match="cannot be read as tensors"):
-        import_nxd(folder, decoder.spec)
+        import_nxd(folder, decoder.spec).decoder()
 
 
 # Megatron-DeepSpeed ----------------------------------------------------------------------------------------------
@@ -288,46 +289,46 @@ GPT = ModelSpec.gpt(name="tiny", num_layers=3, hidden_size=64, num_heads=4, voca
 def test_megatron_layers_of_a_gpt_come_back_whole(tensor: int, first: int, tmp_path: Path) -> None:
     decoder = randomised(GPT)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
-    assert_equal(import_megatron_deepspeed(folder, GPT), decoder)
+    assert_equal(import_megatron_deepspeed(folder, GPT).decoder(), decoder)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_megatron_layers_of_a_grouped_llama_come_back_whole(tensor: int, tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=1)
-    assert_equal(import_megatron_deepspeed(folder, decoder.spec), decoder)
+    assert_equal(import_megatron_deepspeed(folder, decoder.spec).decoder(), decoder)
 
 
 def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
     with pytest.raises(DataError, match="has 3 blocks, but spec.num_layers is 4"):
-        import_megatron_deepspeed(folder, GPT.replace(num_layers=4))
+        import_megatron_deepspeed(folder, GPT.replace(num_layers=4)).decoder()
     with pytest.raises(DataError, match="embedding.tokens.weight has shape"):
-        import_megatron_deepspeed(folder, GPT.replace(vocab_size=60))
+        import_megatron_deepspeed(folder, GPT.replace(vocab_size=60)).decoder()
     (folder / "layer_03-model_00-model_states.pt").unlink()
     with pytest.raises(DataError, match=r"layer 3 has tensor ranks \[1\], expected 0 to 1"):
-        import_megatron_deepspeed(folder, GPT)
+        import_megatron_deepspeed(folder, GPT).decoder()
     with pytest.raises(DataError, match="has no layer_XX"):
-        import_megatron_deepspeed(tmp_path, GPT)
+        import_megatron_deepspeed(tmp_path, GPT).decoder()
 
 
 def test_heads_are_those_that_megatron_was_given(tmp_path: Path) -> None:
     """The shards have the same shapes with half the heads, twice as wide."""
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
     with pytest.raises(DataError, match="trained with num_attention_heads 4, but spec.num_heads is 2"):
-        import_megatron_deepspeed(folder, GPT.replace(num_heads=2, num_kv_heads=2))
+        import_megatron_deepspeed(folder, GPT.replace(num_heads=2, num_kv_heads=2)).decoder()
     with pytest.raises(DataError, match="trained with layernorm_epsilon 1e-05, but spec.norm_eps is 1e-06"):
-        import_megatron_deepspeed(folder, GPT.replace(norm_eps=1e-6))
+        import_megatron_deepspeed(folder, GPT.replace(norm_eps=1e-6)).decoder()
     grouped = llama(2)
     folder = write_megatron(grouped, tmp_path / "grouped", 2, first=1)
     with pytest.raises(DataError, match="num_kv_heads 1 cannot be shared out over 2 tensor ranks"):
-        import_megatron_deepspeed(folder, grouped.spec.replace(num_heads=4, num_kv_heads=1))
+        import_megatron_deepspeed(folder, grouped.spec.replace(num_heads=4, num_kv_heads=1)).decoder()
     write_arguments(folder, args=argparse.Namespace(), checkpoint_version=1.0)
     with pytest.raises(DataError, match="checkpoint_version 1.0 has another order of heads"):
-        import_megatron_deepspeed(folder, grouped.spec)
+        import_megatron_deepspeed(folder, grouped.spec).decoder()
     (folder / "mp_rank_00_model_states.pt").unlink()
     with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt, so nothing says how many heads"):
-        import_megatron_deepspeed(folder, grouped.spec)
+        import_megatron_deepspeed(folder, grouped.spec).decoder()
 
 
 def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> None:
@@ -340,10 +341,10 @@ def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> No
     ):
         torch.save({**whole, name: change(whole[name])}, file)
         with pytest.raises(DataError, match=message):
-            import_megatron_deepspeed(folder, GPT)
+            import_megatron_deepspeed(folder, GPT).decoder()
     torch.save({name: weight for name, weight in whole.items() if "dense_4h" not in name}, file)
     with pytest.raises(DataError, match="tensor rank 1 holds no 'mlp.dense_4h_to_h.weight'"):
-        import_megatron_deepspeed(folder, GPT)
+        import_megatron_deepspeed(folder, GPT).decoder()
 
 
 @pytest.mark.parametrize(
@@ -362,10 +363,10 @@ def test_other_formats_are_called_by_their_name(files: list[str], message: str, 
         (tmp_path / file).touch()
     for load in (import_megatron_deepspeed, import_universal):
         with pytest.raises(DataError, match=message):
-            load(tmp_path, GPT)
+            load(tmp_path, GPT).decoder()
     if "config.json" not in files:
         with pytest.raises(DataError, match=message):
-            import_hugging_face(tmp_path)
+            import_hugging_face(tmp_path).decoder()
 
 
 # Averages --------------------------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ def test_the_average_is_the_mean_of_the_weights(tmp_path: Path) -> None:
         (folders[0] / name).write_text(text)
     config = json.loads((folders[0] / "config.json").read_text())
     (folders[0] / "config.json").write_text(json.dumps({**config, "eos_token_id": [3, 5]}))
-    found = import_hugging_face(average_folders(folders, tmp_path / "mean"))
+    found = import_hugging_face(average_folders(folders, tmp_path / "mean")).decoder()
     assert {"vocab.json", "merges.txt", "chat_template.jinja"} <= {file.name for file in (tmp_path / "mean").iterdir()}
     assert json.loads((tmp_path / "mean" / "config.json").read_text())["eos_token_id"] == [3, 5]
     for parameter, mean in zip(found.parameters(), expected, strict=True):
@@ -390,4 +391,4 @@ def test_averages_of_nothing_or_of_two_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="no checkpoint was given"):
         average_models([])
     with pytest.raises(ConfigError, match="not the same model"):
-        average_models([build_decoder(GPT), build_decoder(GPT.replace(num_layers=2))])
+        average_models([Weights.of(build_decoder(spec)) for spec in (GPT, GPT.replace(num_layers=2))])

@@ -272,7 +272,7 @@ def test_shards_are_those_that_the_converter_reads(tensor, standin, small_spec, 
     plan = neuron_plan({"tensor_parallel": tensor, "sequence_parallel": True})
     assert plan.kv_replication(small_spec) == tensor // 2
     run_ranks(plan.num_devices, save_initial, small_spec, plan, tmp_path)
-    found = import_nxd(tmp_path / "step_00000005", small_spec).state_dict()
+    found = import_nxd(tmp_path / "step_00000005", small_spec).decoder().state_dict()
     expected = build_decoder(small_spec, seed=RECIPE.seed).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -281,7 +281,7 @@ def test_shards_are_those_that_the_converter_reads(tensor, standin, small_spec, 
 def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, mha_spec, tmp_path):
     plan = neuron_plan({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1})
     run_ranks(4, save_initial, mha_spec, plan, tmp_path)
-    found = import_nxd(tmp_path / "step_00000005", mha_spec).state_dict()
+    found = import_nxd(tmp_path / "step_00000005", mha_spec).decoder().state_dict()
     expected = build_decoder(mha_spec, seed=RECIPE.seed).state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

@@ -39,7 +39,7 @@ def decoder(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     """The same Llama as the kit's decoder."""
     folder = tmp_path_factory.mktemp("llama")
     llama.save_pretrained(folder)
-    return import_hugging_face(folder)
+    return import_hugging_face(folder).decoder()
 
 
 @pytest.fixture

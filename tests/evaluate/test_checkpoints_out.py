@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kit.convert import load_model
 from kit.convert.average import average_models
 from kit.convert.hugging_face import export_run, import_hugging_face
+from kit.convert.weights import Weights
 from kit.errors import CheckpointError
 from kit.model import build_decoder
 
@@ -16,7 +16,7 @@ def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(run, t
     from transformers import AutoTokenizer
 
     folder = export_run(run, None, tmp_path / "hf")
-    found = import_hugging_face(folder)
+    found = import_hugging_face(folder).decoder()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), tiny_decoder.parameters(), strict=True))
     text = "the loss of a layer"
     ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False).input_ids
@@ -29,7 +29,7 @@ def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(run, t
 def test_mean_of_checkpoints(run, tiny_decoder, save_checkpoint):
     other = build_decoder(run.spec, seed=5)
     save_checkpoint(run, other, 6)
-    mean = average_models(load_model(run, step) for step in (3, 6))
+    mean = average_models([Weights.of_run(run, step) for step in (3, 6)]).decoder()
     for name, weight in mean.named_parameters():
         expected = (tiny_decoder.get_parameter(name).double() + other.get_parameter(name).double()) / 2
         torch.testing.assert_close(weight.double(), expected, rtol=1e-7, atol=1e-9)

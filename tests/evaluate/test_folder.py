@@ -48,7 +48,7 @@ def test_a_tokenizer_that_begins_texts_does_so_as_in_the_harness(tmp_path, llama
     theirs = HFLM(pretrained=str(tmp_path), device="cpu", max_length=64)
     inner = load_tokenizer(tmp_path)
     found = FolderTokenizer(tmp_path, inner)
-    ours = DecoderLM(import_hugging_face(tmp_path), found, sequence_length=64)
+    ours = DecoderLM(import_hugging_face(tmp_path).decoder(), found, sequence_length=64)
     assert found.encode("def a") == theirs.tok_encode("def a") and (found.sha256 != inner.sha256) == adds_bos
     pairs = [("import os", " def f(x):"), ("", "import os"), ("return ", "x"), ("a" * 200, " b")]
     asked = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
@@ -68,7 +68,9 @@ def test_a_folder_is_scored_and_the_report_lies_beside_it(folder, mirror, tokeni
     text = kit(folder, "--tasks", "piqa", "--mirror", mirror)
     report = EvalReport.read(folder.parent / "tiny.eval.json")
     assert f"Kept in {folder.parent / 'tiny.eval.json'}" in text
-    expected = evaluate_model(import_hugging_face(folder), tokenizer, SPEC.sequence_length, ("piqa",), mirror=mirror)
+    expected = evaluate_model(
+        import_hugging_face(folder).decoder(), tokenizer, SPEC.sequence_length, ("piqa",), mirror=mirror
+    )
     assert report["piqa"].metrics == expected["piqa"].metrics and report.name == "tiny"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before, "nothing is written into the folder"
 

@@ -248,7 +248,7 @@ def test_hugging_face_folders(tmp_path_factory, config: bytes, index: bytes, wei
     (folder / "model.safetensors").write_bytes(weights)
     for text in (config, json.dumps(real).encode()):
         (folder / "config.json").write_bytes(text)
-        ours_or_value(lambda: import_hugging_face(folder))
+        ours_or_value(lambda: import_hugging_face(folder).decoder())
     (folder / "model.safetensors.index.json").write_bytes(index)
     ours_or_value(lambda: SafetensorsFolder(folder).read("model.norm.weight"))
 

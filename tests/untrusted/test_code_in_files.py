@@ -148,17 +148,17 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
         torch.save(value, nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
         torch.save(value, megatron / "layer_01-model_00-model_states.pt")
         with pytest.raises(DataError, match="cannot be read as tensors"):
-            import_nxd(nxd, SPEC)
+            import_nxd(nxd, SPEC).decoder()
         with pytest.raises(DataError, match="cannot be read as tensors"):
-            import_megatron_deepspeed(megatron, SPEC)
+            import_megatron_deepspeed(megatron, SPEC).decoder()
     whole = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
     for value in (Payload(canary), argparse.Namespace(num_layers=Payload(canary))):
         write_arguments(whole, args=value, checkpoint_version="3")
         with contextlib.suppress(DataError), warnings.catch_warnings(action="ignore"):
-            import_megatron_deepspeed(whole, SPEC)
+            import_megatron_deepspeed(whole, SPEC).decoder()
     (nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt").write_bytes(pickle.dumps(Payload(canary)))
     with pytest.raises(DataError, match="cannot be read as tensors"):
-        import_nxd(nxd, SPEC)
+        import_nxd(nxd, SPEC).decoder()
 
 
 def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
@@ -169,13 +169,13 @@ def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
         (folder / "config.json").write_bytes((honest / "config.json").read_bytes())
         torch.save({"model.norm.weight": Payload(canary)}, folder / name)
         with pytest.raises(DataError, match="pickled .bin files are not read|not a readable safetensors file"):
-            import_hugging_face(folder)
+            import_hugging_face(folder).decoder()
         with pytest.raises(DataError):
             average_folders([folder], tmp_path / "mean")
     index = {"weight_map": {"model.norm.weight": "../honest/model.safetensors"}}
     (tmp_path / "model.safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
-        import_hugging_face(tmp_path / "model.safetensors")
+        import_hugging_face(tmp_path / "model.safetensors").decoder()
 
 
 def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
     with pytest.raises(DataError, match="parameters, but the weight files have"):
-        import_hugging_face(folder)
+        import_hugging_face(folder).decoder()
 
 
 def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:

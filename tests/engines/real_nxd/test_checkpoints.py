@@ -91,6 +91,6 @@ def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_pa
     spec = mha.replace(num_kv_heads=num_kv_heads)
     plan = make_plan({"tensor_parallel": tensor, "pipeline_parallel": pipeline, "zero_stage": 1}, "neuron")
     run_ranks(plan.num_devices, save_initial, spec, plan, tmp_path, use_xser, timeout_s=LIMIT_S, start=start_xla)
-    found, expected = import_nxd(tmp_path / "first", spec).state_dict(), build_decoder(spec, seed=RECIPE.seed)
+    found, expected = import_nxd(tmp_path / "first", spec).decoder().state_dict(), build_decoder(spec, seed=RECIPE.seed)
     assert all(torch.equal(found[name], weight) for name, weight in expected.state_dict().items())
     assert any((tmp_path / "first" / "model").glob("*.tensors")) == use_xser

@@ -1,0 +1,81 @@
+"""The weights of a model one at a time, wherever they lie, so that no conversion holds a whole model."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kit.errors import DataError
+from kit.model import Decoder, empty_decoder
+from kit.run import Run
+from kit.spec import ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of one model, none of them in memory before it is asked for.
+
+    `fill(name, target)` writes the one that the kit calls `name` into a tensor of its shape, of any dtype and strides;
+    of a DTensor, it fills this rank's part.
+    """
+
+    spec: ModelSpec
+    fill: Callable[[str, Tensor], None]
+
+    @classmethod
+    def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
+        """Returns weights of which `read` gives one, whole, by its name; to fill raises DataError unless it fits."""
+        advice = f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was trained with."
+
+        def fill(name: str, target: Tensor) -> None:
+            try:
+                weight = read(name)
+            except RuntimeError as error:  # a merged weight cannot be cut into heads
+                raise DataError(f"{name}: {error}. {advice}") from error
+            if weight.shape != target.shape:
+                raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}. {advice}")
+            if isinstance(target, DTensor):
+                cut = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
+                target, weight = target.to_local(), cut.to_local()
+            target.copy_(weight)
+
+        return cls(spec, fill)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Self:
+        """Returns the weights of a whole decoder."""
+        return cls.read_by(decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name))
+
+    @classmethod
+    def of_run(cls, run: Run, step: int | None = None) -> Self:
+        """Returns the weights of one checkpoint, by default the newest.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where it is damaged.
+        """
+        step = run.checkpoints.newest() if step is None else step
+        if run.checkpoints.manifest(step).plan.engine == "neuron":
+            from kit.convert.neuron import import_nxd
+
+            return cls(run.spec, import_nxd(run.checkpoints.path(step), run.spec).fill)
+        from kit.run.checkpoint_tensors import CheckpointTensors
+
+        tensors = CheckpointTensors(run.checkpoints, step, run.spec)
+        return cls(run.spec, lambda name, target: tensors.fill(f"model.{name}", target))
+
+    def decoder(self) -> Decoder:
+        """Returns the whole model, fp32, on the CPU, in evaluation mode."""
+        decoder = empty_decoder(self.spec).eval()
+        for name, parameter in decoder.named_parameters():
+            self.fill(name, parameter.detach())
+        return decoder
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Returns the shape of each weight by the kit's name, in the order of the model."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}

@@ -1,0 +1,186 @@
+"""Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever they read."""
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from cluster.site import Site
+from kit.convert.average import average_models
+from kit.convert.deepspeed import export_universal, import_universal
+from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.megatron import import_megatron_deepspeed
+from kit.convert.neuron import import_nxd
+from kit.convert.weights import Weights
+from kit.errors import CheckpointError
+from kit.model import Decoder, build_decoder
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.run.checkpoint import Manifest
+from kit.run.checkpoint_tensors import CheckpointTensors
+from kit.spec import ModelSpec
+from tests.convert.test_shards import write_megatron, write_nxd
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+
+SPEC = ModelSpec.llama(
+    name="streamed", num_layers=24, hidden_size=256, num_heads=8, ffn_hidden_size=1024, vocab_size=2048,
+    sequence_length=16,
+)  # fmt: skip
+MODEL_BYTES = 4 * SPEC.num_params
+PEAK_BYTES = 30 * 10**6
+"""Seen: 16 to 21 MB for models of 71 and of 206 MB, so it is not the model."""
+SHARD_BYTES = 8 * 10**6
+
+
+def save(run: Run, state: dict[str, torch.Tensor]) -> None:
+    folder = run.checkpoints.path(3)
+    state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
+    facts: dict[str, Any] = {"step": 3, "attempt": 1, "samples": 1, "tokens": 16, "seed": 0, "time": 0.0}
+    Manifest(spec=run.spec, plan=run.plan, files=files, **facts).write(folder / "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return build_decoder(SPEC)
+
+
+@pytest.fixture(scope="module")
+def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose checkpoint of step 3 holds weights and moments."""
+    site, recipe = Site.load("laptop"), Recipe(data="none", num_steps=3)
+    run = Run.create(tmp_path_factory.mktemp("runs") / "run", spec=SPEC, plan=Plan(), recipe=recipe, site=site)
+    state: dict[str, torch.Tensor] = {}
+    for name, weight in decoder.named_parameters():
+        moments = {f"adamw.{kind}.{name}": weight.detach() * 2 for kind in ("exp_avg", "exp_avg_sq")}
+        state |= {f"model.{name}": weight.detach(), **moments}
+    save(run, state)
+    return run
+
+
+@pytest.fixture(scope="module")
+def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[], Weights]]:
+    """The same model as each trainer leaves it."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_nxd(decoder, folder / "nxd", 2, 2)
+    write_megatron(decoder, folder / "megatron", 2, first=1)
+    export_universal(run, 3, folder / "universal")
+    export_hugging_face(decoder, folder / "hugging face", max_shard_bytes=SHARD_BYTES)
+    theirs = folder / "hugging face"
+    return {
+        "run": lambda: Weights.of_run(run),
+        "nxd": lambda: import_nxd(folder / "nxd", SPEC),
+        "megatron": lambda: import_megatron_deepspeed(folder / "megatron", SPEC),
+        "universal": lambda: import_universal(folder / "universal" / "global_step3", SPEC),
+        "hugging face": lambda: import_hugging_face(theirs),
+        "mean": lambda: average_models([import_hugging_face(theirs), import_hugging_face(theirs)]),
+    }
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """Returns by how much the resident memory of a fork of this process rises at most, during `work`."""
+
+    def measure() -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory("VmRSS")
+        work()
+        queue.put(memory("VmHWM") - before)
+
+    def memory(what: str) -> int:
+        found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found
+        return 1024 * int(found[1])
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=measure)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    return queue.get()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("source", ["run", "nxd", "megatron", "universal", "hugging face", "mean"])
+def test_a_model_is_never_whole_in_memory(source, sources, decoder, one_thread, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    peak = peak_bytes(lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES))
+    assert len(list(out.glob("*.safetensors"))) >= 8
+    assert peak < PEAK_BYTES < MODEL_BYTES / 3, f"{peak / 1e6:.1f} MB of {MODEL_BYTES / 1e6:.1f} MB"
+    found = import_hugging_face(out).decoder()
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
+
+
+def test_a_universal_checkpoint_is_written_weight_by_weight(run: Run, one_thread, tmp_path: Path) -> None:
+    assert peak_bytes(lambda: export_universal(run, 3, tmp_path / "out")) < PEAK_BYTES
+
+
+def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
+    weights, seen = Weights.of_run(run), []
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        seen.append(name)
+        if len(seen) == 20:
+            raise KeyboardInterrupt
+        weights.fill(name, target)
+
+    with pytest.raises(KeyboardInterrupt):
+        export_hugging_face(Weights(SPEC, fill), tmp_path / "out", max_shard_bytes=SHARD_BYTES)
+    assert not list(tmp_path.iterdir())
+
+
+def flip(run: Run, name: str) -> Path:
+    """Flips a bit in the middle of a tensor of the checkpoint, and returns its file."""
+    folder = run.checkpoints.path(3)
+    (place,) = (place for index, place in _places(run).items() if index.fqn == name)
+    file = folder / place.relative_path
+    with file.open("r+b") as stream:
+        stream.seek(place.offset + place.length // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, 1)
+        stream.write(bytes([byte ^ 1]))
+    return file
+
+
+def _places(run: Run) -> dict[Any, Any]:
+    from kit.run.checkpoint_reader import TensorsOnlyReader
+
+    return TensorsOnlyReader(run.checkpoints.path(3)).read_metadata().storage_data
+
+
+def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tmp_path: Path) -> None:
+    name = "layers.7.feed_forward.up.weight"
+    flip(run, f"adamw.exp_avg.{name}")
+    tensors, target = CheckpointTensors(run.checkpoints, 3, SPEC), torch.empty(1024, 256, dtype=torch.bfloat16)
+    try:
+        export_hugging_face(Weights.of_run(run), tmp_path / "whole")
+        tensors.fill(f"model.{name}", target.T.contiguous().T)
+        with pytest.raises(CheckpointError, match=f"adamw.exp_avg.{name}: its bytes in __0_0.distcp are not those"):
+            tensors.fill(f"adamw.exp_avg.{name}", target)
+        flip(run, f"model.{name}")
+        with pytest.raises(CheckpointError, match=f"is damaged: model.{name}: its bytes"):
+            export_hugging_face(Weights.of_run(run), tmp_path / "damaged")
+        assert not (tmp_path / "damaged").exists()
+    finally:
+        flip(run, f"adamw.exp_avg.{name}")
+        flip(run, f"model.{name}")
+    tensors.fill(f"model.{name}", target)
+    assert torch.equal(target, decoder.get_parameter(name).bfloat16())
+    with pytest.raises(CheckpointError, match="model.nothing"):
+        tensors.fill("model.nothing", target)
+    with pytest.raises(CheckpointError, match="model.norm.weight: .*(?i:size|shape)"):
+        tensors.fill("model.norm.weight", target)
