@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cluster.record import check_file_name
+from kit.convert import run_weights
 from kit.convert.formats import named
 from kit.convert.hugging_face_config import Precision, config_of, spec_of
 from kit.convert.names import from_theirs, their_name, to_theirs
@@ -127,7 +128,7 @@ def export_run(
         CheckpointError: there is no complete checkpoint of that step.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
-    return export_hugging_face(Weights.of_run(run, step), folder, tokenizer=tokenizer, precision=precision)
+    return export_hugging_face(run_weights(run, step), folder, tokenizer=tokenizer, precision=precision)
 
 
 def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:

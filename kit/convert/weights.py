@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kit.errors import DataError
 from kit.model import Decoder, empty_decoder
-from kit.run import Run
 from kit.spec import ModelSpec
 
 
@@ -49,23 +48,6 @@ class Weights:
     def of(cls, decoder: Decoder) -> Self:
         """Returns the weights of a whole decoder."""
         return cls.read_by(decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name))
-
-    @classmethod
-    def of_run(cls, run: Run, step: int | None = None) -> Self:
-        """Returns the weights of one checkpoint, by default the newest.
-
-        Raises:
-            CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where it is damaged.
-        """
-        step = run.checkpoints.newest() if step is None else step
-        if run.checkpoints.manifest(step).plan.engine == "neuron":
-            from kit.convert.neuron import import_nxd
-
-            return cls(run.spec, import_nxd(run.checkpoints.path(step), run.spec).fill)
-        from kit.run.checkpoint_tensors import CheckpointTensors
-
-        tensors = CheckpointTensors(run.checkpoints, step, run.spec)
-        return cls(run.spec, lambda name, target: tensors.fill(f"model.{name}", target))
 
     def decoder(self) -> Decoder:
         """Returns the whole model, fp32, on the CPU, in evaluation mode."""

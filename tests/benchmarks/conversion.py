@@ -51,6 +51,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
 
 def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     """Returns seconds and peak memory of the export of a made checkpoint."""
+    from kit.convert import run_weights
     from kit.convert.hugging_face import export_hugging_face
     from kit.convert.weights import Weights
     from kit.run import Run
@@ -58,7 +59,7 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     making = multiprocessing.get_context("fork").Process(target=make_run, args=(folder / "run", spec))
     making.start()  # whose memory is not counted
     making.join()
-    weights = Weights.of_run(Run.open(folder / "run"))
+    weights = run_weights(Run.open(folder / "run"))
 
     def fill(name: str, target: Any) -> None:
         for file in sorted(folder.glob(".out.*/folder/model-*"))[:-1]:  # the last one is being written

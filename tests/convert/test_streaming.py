@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
+from kit.convert import run_weights
 from kit.convert.average import average_models
 from kit.convert.deepspeed import export_universal, import_universal
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
@@ -75,7 +76,7 @@ def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
     export_hugging_face(decoder, folder / "hugging face", max_shard_bytes=SHARD_BYTES)
     theirs = folder / "hugging face"
     return {
-        "run": lambda: Weights.of_run(run),
+        "run": lambda: run_weights(run),
         "nxd": lambda: import_nxd(folder / "nxd", SPEC),
         "megatron": lambda: import_megatron_deepspeed(folder / "megatron", SPEC),
         "universal": lambda: import_universal(folder / "universal" / "global_step3", SPEC),
@@ -130,7 +131,7 @@ def test_a_universal_checkpoint_is_written_weight_by_weight(run: Run, one_thread
 
 
 def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
-    weights, seen = Weights.of_run(run), []
+    weights, seen = run_weights(run), []
 
     def fill(name: str, target: torch.Tensor) -> None:
         seen.append(name)
@@ -167,13 +168,13 @@ def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tm
     flip(run, f"adamw.exp_avg.{name}")
     tensors, target = CheckpointTensors(run.checkpoints, 3, SPEC), torch.empty(1024, 256, dtype=torch.bfloat16)
     try:
-        export_hugging_face(Weights.of_run(run), tmp_path / "whole")
+        export_hugging_face(run_weights(run), tmp_path / "whole")
         tensors.fill(f"model.{name}", target.T.contiguous().T)
         with pytest.raises(CheckpointError, match=f"adamw.exp_avg.{name}: its bytes in __0_0.distcp are not those"):
             tensors.fill(f"adamw.exp_avg.{name}", target)
         flip(run, f"model.{name}")
         with pytest.raises(CheckpointError, match=f"is damaged: model.{name}: its bytes"):
-            export_hugging_face(Weights.of_run(run), tmp_path / "damaged")
+            export_hugging_face(run_weights(run), tmp_path / "damaged")
         assert not (tmp_path / "damaged").exists()
     finally:
         flip(run, f"adamw.exp_avg.{name}")

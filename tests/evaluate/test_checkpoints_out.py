@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kit.convert import run_weights
 from kit.convert.average import average_models
 from kit.convert.hugging_face import export_run, import_hugging_face
-from kit.convert.weights import Weights
 from kit.errors import CheckpointError
 from kit.model import build_decoder
 
@@ -29,7 +29,7 @@ def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(run, t
 def test_mean_of_checkpoints(run, tiny_decoder, save_checkpoint):
     other = build_decoder(run.spec, seed=5)
     save_checkpoint(run, other, 6)
-    mean = average_models([Weights.of_run(run, step) for step in (3, 6)]).decoder()
+    mean = average_models([run_weights(run, step) for step in (3, 6)]).decoder()
     for name, weight in mean.named_parameters():
         expected = (tiny_decoder.get_parameter(name).double() + other.get_parameter(name).double()) / 2
         torch.testing.assert_close(weight.double(), expected, rtol=1e-7, atol=1e-9)
