@@ -2,7 +2,15 @@
 
 from cluster.record import ConfigError, kit_command
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "MissingPackageError", "RunError", "kit_command"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DamagedCheckpointError",
+    "DataError",
+    "MissingPackageError",
+    "RunError",
+    "kit_command",
+]
 
 
 class RunError(RuntimeError):
@@ -11,6 +19,10 @@ class RunError(RuntimeError):
 
 class CheckpointError(RunError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written; an older one may be."""
 
 
 class DataError(ValueError):

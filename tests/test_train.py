@@ -275,8 +275,8 @@ def complete_as_left_over(directory: Path, spec: ModelSpec) -> tuple[bool, list[
     checkpoints = Checkpoints(directory / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
     facts = {"step": 5, "samples": 5, "tokens": 5, "seed": 0, "spec": spec, "plan": Plan()}
-    writer.start({"model.x": torch.zeros(3)}, facts)
     update_state(directory, attempt=2, state=JobState.RUNNING)
+    writer.start({"model.x": torch.zeros(3)}, facts)
     try:
         writer.finish()
     except StaleAttemptError:

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kit.engines.process_group import start_process_group
+
 
 def start_gloo() -> None:
     """Joins the process group of the ranks of a test."""
-    dist.init_process_group("gloo")
+    start_process_group()
 
 
 def run_ranks(
@@ -33,7 +35,7 @@ def run_ranks(
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
     context = mp.get_context("fork")
-    queue, port = context.SimpleQueue(), _free_port()
+    queue, port = context.SimpleQueue(), free_port()
     processes = [
         context.Process(target=_worker, args=(rank, num_ranks, port, queue, start, function, args), daemon=True)
         for rank in range(num_ranks)
@@ -57,7 +59,7 @@ def run_ranks(
 def _worker(
     rank: int, num_ranks: int, port: int, queue: Any, start: Callable[[], Any], function: Callable, args: tuple
 ) -> None:
-    _become_rank(rank, num_ranks, port)
+    become_rank(rank, num_ranks, port)
     try:
         group = start()
         queue.put((rank, function(*args), None))
@@ -70,7 +72,7 @@ def _worker(
 
 def start_training(directory: Path, num_ranks: int = 1, **environment: str) -> "list[Training]":
     """Returns the started ranks of `python -m kit.train --run DIRECTORY`."""
-    port = _free_port()
+    port = free_port()
     return [Training(directory, rank, num_ranks, port, environment) for rank in range(num_ranks)]
 
 
@@ -105,21 +107,21 @@ def _train(directory: Path, rank: int, num_ranks: int, port: int, environment: d
     for number, file in enumerate(printed, start=1):
         os.dup2(file, number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-    _become_rank(rank, num_ranks, port)
+    become_rank(rank, num_ranks, port)
     os.environ.update(environment, LOCAL_WORLD_SIZE=str(num_ranks))
     code = main(["--run", str(directory)])
     sys.stdout.flush()
     os._exit(code)
 
 
-def _become_rank(rank: int, num_ranks: int, port: int) -> None:
+def become_rank(rank: int, num_ranks: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

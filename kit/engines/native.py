@@ -14,7 +14,8 @@ from kit.engines.adamw import adamw
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
-from kit.parallel.mesh import build_mesh, data_axis
+from kit.parallel.groups import split_world
+from kit.parallel.mesh import build_mesh, data_axis, pipeline_rank
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
@@ -146,7 +147,7 @@ class NativeEngine:
             return self.decoders[0](tokens_BT, targets_BT)
         if self.pipeline_group is None:
             return cross_entropy(self.decoders[0](tokens_BT), targets_BT, self.tensor_mesh)
-        group, rank = self.pipeline_group, self.mesh["pipeline"].get_local_rank()
+        group, rank = self.pipeline_group, pipeline_rank(self.mesh)
         logits_BTV = forward_only(self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group)
         if logits_BTV is None:
             return torch.zeros((), device=self.device)
@@ -156,7 +157,7 @@ class NativeEngine:
         return build_schedule(
             self.decoders,
             plan=self.plan,
-            pipeline_rank=self.mesh["pipeline"].get_local_rank(),
+            pipeline_rank=pipeline_rank(self.mesh),
             group=self.mesh["pipeline"].get_group(),
             device=self.device,
             loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
@@ -194,7 +195,7 @@ class _TiedStages:
         self.on_one_rank = engine.plan.schedule == "zbv"
         # Ranks of the first and the last stage that share all other coordinates.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
-        self.group: Any = None if self.on_one_rank else dist.new_subgroups_by_enumeration(ends)[0]
+        self.group: Any = None if self.on_one_rank else split_world(ends, "tied")
 
     def reduce_gradients(self) -> None:
         """Adds up the gradients of both copies."""

@@ -3,20 +3,25 @@
 import ctypes
 import datetime
 import os
+import resource
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 from kit.plan import EngineName
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
+"""Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM PR 1006)."""
 
 
 def start_process_group(engine: EngineName = "native") -> torch.device:
     """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
+    _prepare_for_connections()
+    timeout = max(COLLECTIVE_TIMEOUT, JOIN_S_PER_RANK * int(os.environ["WORLD_SIZE"]))
     if engine == "neuron":
         from kit.engines.neuron.adapter import start_process_group as start_xla
 
@@ -25,17 +30,32 @@ def start_process_group(engine: EngineName = "native") -> torch.device:
         # A launcher that shows each rank one device only has a single index 0.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
         device = torch.device("cpu")
         keep_freed_memory()
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
+    connect(dist.group.WORLD, "world", timeout)
     return device
 
 
 def control_group() -> Any:
-    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never part of a graph."""
-    return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never part of a graph.
+
+    That is the world's own group, but under XLA, which knows no CPU.
+    """
+    return dist.group.WORLD if "gloo" in dist.get_backend_config() else cpu_group("control")
+
+
+def _prepare_for_connections() -> None:
+    """Lets gloo connect those ranks alone that talk, and this process open as many files and sockets as it may.
+
+    By default gloo connects all ranks with all others for each group, reading all their addresses from rank 0: 1,024
+    descriptors are gone at 250-335 ranks, and above 1,000 the reading takes longer than gloo waits (gloo #327, #419).
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:

@@ -7,13 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kit.errors import CheckpointError
 from kit.model import Decoder
 from kit.parallel.apply import build_decoders
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
 from kit.run import Run
-from kit.trainer.recovery import verify_together
+from kit.run.checkpoint_ranks import describe_together
 
 
 def load_on_ranks(
@@ -40,10 +39,8 @@ def load_on_ranks(
     if tensor_parallel > 1:
         _gather_logits(decoder, mesh["tensor"])
     state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
-    _, problems = verify_together(run.checkpoints, step)
-    if problems:
-        raise CheckpointError(problems[0])
-    run.checkpoints.load(step, state, spec=run.spec, distributed=True)
+    described = describe_together(run.checkpoints, step)
+    run.checkpoints.load(step, state, spec=run.spec, distributed=True, described=described)
     return decoder.eval(), data_axis(mesh, plan).get_group()
 
 

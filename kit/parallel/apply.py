@@ -7,6 +7,7 @@ from torch.nn import Module
 
 from kit.model import Decoder, initial_weight
 from kit.parallel.data import needs_sharding, shard
+from kit.parallel.mesh import pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.parallel.tensor import apply_tensor_parallel
 from kit.plan import Plan
@@ -22,7 +23,7 @@ def build_decoders(
     device `meta` gives shapes only; no seed leaves weights uninitialised (a checkpoint follows).
     """
     decoders = []
-    for stage in stage_indices(plan, mesh["pipeline"].get_local_rank()):
+    for stage in stage_indices(plan, pipeline_rank(mesh)):
         with torch.device("meta"):
             decoder = Decoder(spec, layers=stage_layers(spec, plan, stage), recompute=plan.recompute)
         if plan.tensor_parallel > 1:

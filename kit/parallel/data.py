@@ -26,7 +26,7 @@ def shard(module: Module, plan: Plan, mesh: DeviceMesh) -> None:
 
     bf16 casts weights for compute and keeps fp32 master weights, gradients and gradient reduction.
     """
-    axes = mesh["replicate", "shard"] if plan.zero_stage == 0 else mesh["shard"]
+    axes = mesh["replicate", "shard"] if plan.zero_stage == 0 and plan.data_parallel > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy()
     if plan.precision == "bf16":
         # Inputs are not cast: the rotary table must stay fp32, and activations are bf16 from the embedding on.

@@ -1,21 +1,34 @@
 """The device mesh of a Plan: which rank sits where on each parallel axis."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from kit.parallel.groups import split_world
 from kit.plan import Plan
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Returns the mesh (pipeline, replicate, shard, tensor) over all ranks.
+    """Returns the mesh (pipeline, replicate, shard, tensor) over all ranks, without axes of size 1 but for `shard`.
 
     Tensor parallel ranks are neighbours (they talk most), pipeline stages lie farthest apart, as in Megatron-LM
-    (arXiv 2104.04473). The data axis is `replicate` for ZeRO 0 and `shard` for ZeRO 1-3; the other has size 1.
+    (arXiv 2104.04473). The data axis is `replicate` for ZeRO 0 and `shard` for ZeRO 1-3. fully_shard needs an axis
+    `shard` even if nothing is cut.
     """
     replicate, shard = (plan.data_parallel, 1) if plan.zero_stage == 0 else (1, plan.data_parallel)
-    shape = (plan.pipeline_parallel, replicate, shard, plan.tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
+    sizes = {"pipeline": plan.pipeline_parallel, "replicate": replicate, "shard": shard, "tensor": plan.tensor_parallel}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    ranks = torch.arange(plan.num_devices).view(*axes.values())
+    groups = []
+    for number, (name, size) in enumerate(axes.items()):
+        groups.append(split_world(ranks.movedim(number, -1).reshape(-1, size).tolist(), name))
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(axes))
+
+
+def pipeline_rank(mesh: DeviceMesh) -> int:
+    """Returns which part of the pipeline this rank is."""
+    return mesh["pipeline"].get_local_rank() if "pipeline" in (mesh.mesh_dim_names or ()) else 0
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
     """Returns the one-axis mesh of the ranks that hold the same weights but read different sequences."""
-    return mesh["replicate"] if plan.zero_stage == 0 else mesh["shard"]
+    return mesh["replicate"] if plan.zero_stage == 0 and plan.data_parallel > 1 else mesh["shard"]

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kit.errors import RunError
 from kit.parallel.apply import build_decoders
 from kit.parallel.gradients import local
-from kit.parallel.mesh import build_mesh
+from kit.parallel.mesh import build_mesh, pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -55,7 +55,7 @@ def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
     with _fake_process_group(rank, plan.num_devices):
         mesh = build_mesh(plan, "cpu")
         decoders = build_decoders(spec, plan, mesh, device=torch.device("meta"), seed=None)
-        stages = stage_indices(plan, mesh["pipeline"].get_local_rank())
+        stages = stage_indices(plan, pipeline_rank(mesh))
         parameters = [
             ShardedParameter(
                 name=name,

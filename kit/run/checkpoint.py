@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
-from kit.errors import CheckpointError, kit_command
+from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
-MANIFEST = "manifest.json"
+MANIFEST, DESCRIPTION = "manifest.json", ".metadata"
 READ_BYTES = 16 << 20
 
 
@@ -49,7 +49,8 @@ class Manifest(Record):
     plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
     files: dict[str, int] = field_doc("bytes of each file")
     checksums: dict[str, int] = field_doc(
-        "CRC-32 of each file, and of this manifest without it; empty: written before there were any",
+        "CRC-32 of each file, and of this manifest without it; of torch's files only the description, which has those "
+        "of all tensors; empty: written before there were any",
         default_factory=dict,
     )
 
@@ -91,7 +92,7 @@ class Checkpoints:
         """Returns the manifest of a complete checkpoint, after comparing each file's size with it.
 
         Raises:
-            CheckpointError: there is none at this step, or files are missing or cut short.
+            DamagedCheckpointError: there is none at this step, or files are missing or cut short.
         """
         path = self.path(step)
         try:
@@ -101,32 +102,35 @@ class Checkpoints:
                 raise ConfigError("its manifest has changed since it was written.")
         except (ConfigError, UnicodeDecodeError) as error:
             have = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"No usable checkpoint of step {step}: {error} Complete steps: {have}.") from error
+            text = f"No usable checkpoint of step {step}: {error} Complete steps: {have}."
+            raise DamagedCheckpointError(text) from error
         for name, expected in manifest.files.items():
             file = path / name
-            found = file.stat().st_size if file.exists() else None
+            try:
+                found = file.stat().st_size
+            except FileNotFoundError:
+                found = None
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes"
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{file} {state}, but its manifest says {expected:,} bytes. Restore the file, or move {path} away "
                     f"to continue from an earlier checkpoint."
                 )
         return manifest
 
-    def verify(self, step: int, *, part: int = 0, parts: int = 1) -> int:
-        """Reads one of `parts` shares of a checkpoint's files and returns its bytes, if they are as they were written.
+    def verify(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> int:
+        """Reads one of `parts` shares of the files that have a checksum and returns its bytes.
+
+        The tensors of torch's files are not among them since they have checksums of their own: `load` sees to these.
 
         Raises:
-            CheckpointError: as `manifest`, or the content of a file has changed.
+            DamagedCheckpointError: the content of a file has changed.
         """
-        manifest, path, read = self.manifest(step), self.path(step), 0
-        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name], name))
-        for name in by_size[part::parts]:
-            if name in manifest.checksums and checksum(path / name) != manifest.checksums[name]:
-                raise CheckpointError(
-                    f"{path / name} is damaged: its checksum is not that of its manifest. Restore the file, or move "
-                    f"{path} away to continue from an earlier checkpoint."
-                )
+        path, read = self.path(manifest.step), 0
+        sealed = sorted(manifest.files.keys() & manifest.checksums, key=lambda name: (-manifest.files[name], name))
+        for name in sealed[part::parts]:
+            if checksum(path / name) != manifest.checksums[name]:
+                raise damaged(path / name, "its checksum is not that of its manifest")
             read += manifest.files[name]
         return read
 
@@ -136,20 +140,49 @@ class Checkpoints:
         self.path(step).rename(kept)
         return kept
 
-    def load(self, step: int, state: "dict[str, Tensor]", *, spec: ModelSpec, distributed: bool) -> Manifest:
-        """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
-
-        One process alone verifies the files first; several do so side by side: `kit.trainer.recovery.verify_together`.
+    def describe(self, step: int) -> tuple[Manifest, bytes]:
+        """Returns the manifest of a checkpoint and torch's description of it, empty if another engine wrote it.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, damaged, or of another model.
+            DamagedCheckpointError: as `manifest`, or the description has changed.
+        """
+        manifest, file = self.manifest(step), self.path(step) / DESCRIPTION
+        description = file.read_bytes() if DESCRIPTION in manifest.files else b""
+        if zlib.crc32(description) != manifest.checksums.get(DESCRIPTION, zlib.crc32(description)):
+            raise damaged(file, "its checksum is not that of its manifest")
+        return manifest, description
+
+    def load(
+        self,
+        step: int,
+        state: "dict[str, Tensor]",
+        *,
+        spec: ModelSpec,
+        distributed: bool,
+        described: tuple[Manifest, bytes] | None = None,
+    ) -> Manifest:
+        """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
+
+        What is read is held to its checksum, and no other rank is asked. Where tensors have none, one process alone
+        verifies all files first; several do so side by side: `kit.run.checkpoint_ranks`.
+
+        Args:
+            step: of the checkpoint.
+            state: tensors to fill.
+            spec: of the model.
+            distributed: whether other ranks load it too.
+            described: what `describe` returned, if it was asked already.
+
+        Raises:
+            DamagedCheckpointError: the checkpoint is incomplete or damaged.
+            CheckpointError: it is of another model or engine.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         from kit.run.checkpoint_reader import TensorsOnlyReader
 
-        manifest = self.manifest(step)
+        manifest, description = described or self.describe(step)
         self.check_model(manifest, spec)
         if manifest.plan.engine == "neuron":
             raise CheckpointError(
@@ -157,13 +190,16 @@ class Checkpoints:
                 f"Its weights alone: `{kit_command('export-hf', self.directory.parent, str(step), 'OUT')}`."
             )
         if not distributed:
-            self.verify(step)
+            self.verify(manifest)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what `distributed` says
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs to know others' plans
             try:
-                load(state, storage_reader=TensorsOnlyReader(self.path(step)), no_dist=not distributed)
+                load(state, storage_reader=TensorsOnlyReader(self.path(step), description), no_dist=True)
             except CheckpointException as error:
-                raise CheckpointError(
+                found = next(iter(error.failures.values()))[0]
+                if isinstance(found, DamagedCheckpointError):
+                    raise found from None
+                raise DamagedCheckpointError(
                     f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
                 ) from error
         return manifest
@@ -226,16 +262,27 @@ class Checkpoints:
             )
 
 
-def checksum(file: Path) -> int:
+def damaged(file: Path, reason: str) -> DamagedCheckpointError:
+    """Returns the error that says what is wrong with a file of a checkpoint, and what to do."""
+    return DamagedCheckpointError(
+        f"{file} is damaged: {reason}. Restore the file, or move {file.parent} away to continue from an earlier "
+        f"checkpoint."
+    )
+
+
+def checksum(file: Path, start: int = 0, length: int | None = None) -> int:
     """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in a second.
 
     Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in hardware), BLAKE2b 460.
     It is meant for accidents, not for forgers.
     """
-    value, buffer = 0, memoryview(bytearray(READ_BYTES))
+    left = file.stat().st_size - start if length is None else length
+    value, buffer = 0, memoryview(bytearray(min(left, READ_BYTES)))
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
+        stream.seek(start)
+        while count := stream.readinto(buffer[:left]):
             value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile
+            left -= count
     return value
 
 

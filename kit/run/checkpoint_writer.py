@@ -1,14 +1,18 @@
-"""Writes a run's checkpoints in the background, by torch's distributed checkpoint, with a checksum of each file."""
+"""Writes a run's checkpoints in the background, by torch's distributed checkpoint, with a checksum of each tensor."""
 
 import dataclasses
+import functools
+import gc
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -16,22 +20,26 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from cluster.state import StaleAttemptError
 from kit.errors import CheckpointError
-from kit.run.checkpoint import Checkpoints, Manifest, cause, checksum
+from kit.parallel.groups import cpu_group
+from kit.run.checkpoint import DESCRIPTION, Checkpoints, Manifest, cause, checksum
 
 
 class CheckpointWriter:
     """Writes checkpoints of one attempt in the background, one at a time; every rank has one.
 
-    The process group of background writes is its own, so that they never mix with training's collectives.
+    The process group of background writes is its own, so that they never mix with training's collectives; it is made
+    at the first of them. All that a checkpoint needs to count is done in the background too, then older ones go.
     """
 
     def __init__(self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None) -> None:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
         self.is_coordinator = dist.get_rank() == 0
-        self.group: Any = dist.new_group(backend="gloo")
-        self.pending: tuple[Any, CheckedWriter, dict] | None = None
+        self.group: Any = None
+        self.planner = _Planner()
+        self.pending: tuple[Any, dict] | None = None
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
         """Copies `state` and begins to write it; returns as soon as training may change the tensors.
@@ -44,34 +52,41 @@ class CheckpointWriter:
         self.finish()
         if self.is_coordinator:
             self.checkpoints.check_space(facts["spec"])
+        self.group = self.group or cpu_group("checkpoint")
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        writer = CheckedWriter(partial)
-        future = async_save(state, storage_writer=writer, process_group=self.group)
-        self.pending = (future, writer, facts)
+        writer = CheckedWriter(partial, self.planner, functools.partial(self._complete, partial, facts))
+        future: Any = async_save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
+        future.add_done_callback(lambda _: gc.enable())  # whatever became of it
+        self.pending = (future, facts)
 
     def poll(self) -> None:
-        """Completes the pending checkpoint if its files are written; never waits. Call it once a step."""
+        """Forgets the pending checkpoint if it is complete; never waits. Call it once a step.
+
+        Raises:
+            CheckpointError: it could not be written.
+            StaleAttemptError: the run belongs to a newer attempt.
+        """
         if self.pending is not None and self.pending[0].done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the pending checkpoint, if any, and makes it complete."""
+        """Waits until the pending checkpoint, if any, is complete. Raises as `poll`."""
         if self.pending is None:
             return
-        (future, writer, facts), self.pending = self.pending, None
+        (future, facts), self.pending = self.pending, None
         try:
             future.result()
         except (Exception, CheckpointException) as error:  # torch's derives from BaseException
+            for found, _ in getattr(error, "failures", {}).values():
+                if isinstance(found, StaleAttemptError):
+                    raise found from error
             newest = max(self.checkpoints.steps(), default=None)
             kept = f"The checkpoint of step {newest} is intact." if newest else "There is no older checkpoint."
             raise CheckpointError(
                 f"The checkpoint of step {facts['step']} could not be written: {cause(error)} {kept}"
             ) from error
-        if self.is_coordinator:
-            self._complete(Path(writer.path), writer.checksums, facts)
 
-    def _complete(self, partial: Path, checksums: dict[str, int], facts: dict) -> None:
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    def _complete(self, partial: Path, facts: dict, files: dict[str, int], checksums: dict[str, int]) -> None:
         self.checkpoints.complete(
             partial, Manifest(attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts)
         )
@@ -85,44 +100,53 @@ class CheckpointWriter:
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckedResult(WriteResult):
-    """What a rank reports of one tensor that it has written, and of the file that it went to."""
+class _Planner(DefaultSavePlanner):
+    """Plans the first save; later ones are alike, and no rank tells another again what it knows (torch PR 147343).
 
-    file: str
-    checksum: int
+    Planning makes small objects by the hundred thousand, so Python's collector is off until tensors are written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"{type(self).__name__} {id(self)}"  # the cache is the class's, for all planners
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        gc.disable()
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Returns all ranks' plans, and in place of the description nothing: torch would send it to all of them."""
+        plans, self.description = super().create_global_plan(all_plans)
+        return plans, Metadata({})
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes this rank's files and reads them back once, all in the thread that writes in the background.
+    """Writes this rank's file and reads it back once, all in the thread that writes in the background.
 
-    Attributes:
-        checksums: CRC-32 of each file of the checkpoint by name, on the coordinator once it is written.
+    Args:
+        path: a new folder.
+        planner: of the save.
+        complete: called on the coordinator, in its thread, with size and checksum by file once all are written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, planner: _Planner, complete: Callable[[dict, dict], None]) -> None:
         super().__init__(path)
-        self.checksums: dict[str, int] = {}
+        self.planner, self.complete = planner, complete
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's tensors; its files' checksums travel to the coordinator with the results."""
-        results = super().write_data(plan, planner).wait()
-        names = [result.storage_data.relative_path for result in results]
-        sums = {name: checksum(Path(self.path) / name) for name in set(names)}
-        checked: Future[list[WriteResult]] = Future()
-        checked.set_result(
-            [
-                CheckedResult(**vars(result), file=name, checksum=sums[name])
-                for result, name in zip(results, names, strict=True)
-            ]
-        )
-        return checked
+        """Writes this rank's tensors; the checksum of each goes into the description with its place in the file."""
+        gc.enable()
+        written = super().write_data(plan, planner)
+        for result in written.wait():
+            place = result.storage_data
+            place.crc32 = checksum(Path(self.path) / place.relative_path, place.offset, place.length)
+        gc.disable()  # the coordinator gets all ranks' results next
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the metadata, on the coordinator, and keeps all checksums."""
-        super().finish(metadata, results)
-        self.checksums = {
-            result.file: result.checksum for part in results for result in part if isinstance(result, CheckedResult)
-        }
-        folder: Any = Path(self.path)
-        self.checksums[".metadata"] = checksum(folder / ".metadata")
+        """Writes the description, on the coordinator, and makes the checkpoint complete."""
+        super().finish(dataclasses.replace(self.planner.description), results)
+        file, sizes = Path(self.path) / DESCRIPTION, {}
+        for place in (result.storage_data for part in results for result in part):
+            sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+        self.complete(sizes | {DESCRIPTION: file.stat().st_size}, {DESCRIPTION: checksum(file)})

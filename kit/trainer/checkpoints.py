@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from kit.engines import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
+from kit.run.checkpoint_ranks import alike, describe_together
 from kit.run.checkpoint_writer import CheckpointWriter
 
 
@@ -27,34 +28,47 @@ class EngineCheckpoints(Protocol):
         ...
 
     def load(self, step: int) -> Manifest:
-        """Fills the engine from the checkpoint at `step` and returns its manifest."""
+        """Fills the engine from the checkpoint at `step` and returns its manifest.
+
+        Raises:
+            DamagedCheckpointError: it is not as it was written; what the engine holds then is of no use.
+            CheckpointError: it is of another model, or of a layout that the engine cannot read.
+        """
         ...
 
 
-def engine_checkpoints(engine: Engine, run: Run, attempt: int) -> EngineCheckpoints:
-    """Returns what writes and reads the checkpoints of this run's engine: NxD has files of its own."""
+def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> EngineCheckpoints:
+    """Returns what writes and reads the checkpoints of this run's engine: NxD has files of its own.
+
+    In `group`, on the CPU, all ranks agree on what they read.
+    """
     recipe = run.recipe
     keep: dict[str, Any] = {"attempt": attempt, "keep_last": recipe.keep_last, "keep_every": recipe.keep_every}
     if run.plan.engine == "neuron":
         from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-        return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
+        return NxdCheckpoints(run.checkpoints, run.spec, engine, group=group, **keep)  # pyright: ignore[reportArgumentType]
     assert isinstance(engine, PortableEngine)
-    return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep))
+    return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep), group)
 
 
 class PortableCheckpoints:
     """Checkpoints by torch's distributed checkpoint: any layout, and any engine that has them, reads them."""
 
-    def __init__(self, run: Run, engine: PortableEngine, writer: CheckpointWriter) -> None:
-        self.run, self.engine, self.writer = run, engine, writer
+    def __init__(self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any) -> None:
+        self.run, self.engine, self.writer, self.group = run, engine, writer, group
         self.poll, self.finish = writer.poll, writer.finish
 
     def save(self, facts: dict[str, Any]) -> None:
         self.writer.start(self.engine.state_dict(), facts)
 
     def load(self, step: int) -> Manifest:
-        self.engine.restore_optimizer(step - self.run.checkpoints.manifest(step).skipped)
-        manifest = self.run.checkpoints.load(step, self.engine.state_dict(), spec=self.run.spec, distributed=True)
+        checkpoints, spec = self.run.checkpoints, self.run.spec
+        manifest, description = describe_together(checkpoints, step, self.group)
+        checkpoints.check_model(manifest, spec)
+        self.engine.restore_optimizer(step - manifest.skipped)
+        state = self.engine.state_dict()
+        with alike(self.group):
+            checkpoints.load(step, state, spec=spec, distributed=True, described=(manifest, description))
         self.engine.after_load()
         return manifest

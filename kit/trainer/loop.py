@@ -38,11 +38,10 @@ class Trainer:
         if self.rank == 0:
             run.checkpoints.recover()
         dist.barrier(self.control)
-        resume_from = self.recovery.newest_sound()
-        self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=resume_from is None)
-        self.checkpoints = engine_checkpoints(self.engine, run, attempt)
-        if resume_from is not None:
-            self._resume(resume_from)
+        begins = not self.recovery.steps()
+        self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=begins)
+        self.checkpoints = engine_checkpoints(self.engine, run, attempt, self.control)
+        self._resume()
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
         # With engine neuron any step may compile, for longer than anyone would wait for a hung rank.
@@ -51,13 +50,14 @@ class Trainer:
         self.last_beat = float("-inf")
         self.is_stopped = False
 
-    def _resume(self, step: int) -> None:
-        manifest = self.checkpoints.load(step)
+    def _resume(self) -> None:
+        manifest = self.recovery.load_newest(self.checkpoints)
+        if manifest is None:
+            return
         self.step, self.consumed = manifest.step, manifest.samples
-        self.recovery.take(manifest)
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
-            print(f"resumed from step {step} (written on {saved} devices, now {now})", flush=True)
+            print(f"resumed from step {self.step} (written on {saved} devices, now {now})", flush=True)
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""

@@ -1,4 +1,4 @@
-"""What keeps a run's progress safe: all ranks verify the checkpoint that it goes on from, and answer bad steps alike.
+"""What keeps a run's progress safe: all ranks go on from a checkpoint that is sound, and answer bad steps alike.
 
 A damaged checkpoint is kept aside and the one before is used. What to do about a bad step is the recipe's choice
 (`kit.trainer.guard`); here all ranks agree on it and do it.
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from cluster.state import read_state, record_event
 from kit.engines import Engine
-from kit.errors import CheckpointError, RunError
+from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.trainer.checkpoints import EngineCheckpoints
@@ -36,19 +36,44 @@ class Recovery:
         self.notice = ""
         self.verdict: tuple[Answer, str] | None = None
 
-    def newest_sound(self) -> int | None:
-        """Returns the step of the newest checkpoint that all ranks can read, or None to begin at step 0.
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, the same to all ranks, of which rank 0 alone looks."""
+        listed: list[Any] = [self.run.checkpoints.steps() if self.is_first else None]
+        dist.broadcast_object_list(listed, src=0, group=self.group)
+        return listed[0]
 
-        Damaged checkpoints are told of and left alone. Raises as the function `newest_sound`.
+    def load_newest(self, checkpoints: EngineCheckpoints) -> Manifest | None:
+        """Fills the engine from the newest checkpoint that all ranks can read; returns its manifest, None if none is.
+
+        The guard gets back its recent losses, and how many updates were dropped so far. Damaged checkpoints are told
+        of and renamed, never deleted.
+
+        Raises:
+            CheckpointError: there are checkpoints and all of them are damaged; they are left where they are.
         """
-        step, notice = newest_sound(self.run.checkpoints, attempt=self.attempt, group=self.group)
-        if notice:
-            self._tell("checkpoint", notice, step or 0)
-        return step
-
-    def take(self, manifest: Manifest) -> None:
-        """Restores the guard from a checkpoint: its recent losses, and how many updates were dropped so far."""
-        self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            start = time.perf_counter()
+            try:
+                manifest = checkpoints.load(step)
+            except DamagedCheckpointError as error:
+                damaged[step] = str(error)
+                continue
+            if self.is_first:
+                size, took = sum(manifest.files.values()), time.perf_counter() - start
+                print(f"verified and loaded the checkpoint of step {step}: {size / 1e6:,.1f} MB in {took:.2f} s",
+                      flush=True)  # fmt: skip
+            if damaged:
+                notice = _set_aside(self.run.checkpoints, damaged, self.attempt, f"went on from step {step}")
+                self._tell("checkpoint", notice, step)
+            self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
+            return manifest
+        if damaged:
+            raise CheckpointError(
+                f"All checkpoints of {self.run.directory} are damaged, nothing was changed. "
+                f"{' '.join(damaged.values())} To start from the beginning, use another run directory."
+            )
+        return None
 
     def watch(self, engine: Engine) -> None:
         """Makes an engine ask before each update, where the recipe wants to be able to drop it."""
@@ -82,13 +107,12 @@ class Recovery:
 
     def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
         checkpoints.finish()
-        good = self.newest_sound()
-        if good is None:
+        manifest = self.load_newest(checkpoints)
+        if manifest is None:
             raise RunError(
                 f"step {step} is bad and there is no checkpoint to roll back to. Set recipe.checkpoint_every."
             )
-        manifest = checkpoints.load(good)
-        self.take(manifest)
+        good = manifest.step
         self.guard.skipped += step - good
         return f"rolled back to the checkpoint of step {good}, the data of {step - good} steps is left out"
 
@@ -130,53 +154,8 @@ def _stopped(run: Run, step: int, what: str) -> str:
     )
 
 
-def verify_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[int, list[str]]:
-    """Reads a checkpoint, each rank its share, and returns its bytes and what is wrong with it, the same on all ranks.
-
-    All ranks of the group, which is on the CPU, must call this.
-    """
-    found: tuple[int, str | None]
-    try:
-        found = checkpoints.verify(step, part=dist.get_rank(), parts=dist.get_world_size()), None
-    except CheckpointError as error:
-        found = 0, str(error)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, found, group=group)
-    return sum(size for size, _ in told), sorted({problem for _, problem in told if problem})
-
-
-def newest_sound(checkpoints: Checkpoints, *, attempt: int, group: Any) -> tuple[int | None, str]:
-    """Returns the step to go on from (None: from the beginning), and what people must know of damaged checkpoints.
-
-    Damaged ones are renamed, never deleted. All ranks must call this.
-
-    Raises:
-        CheckpointError: there are checkpoints and all of them are damaged; they are left where they are.
-    """
-    listed: list[Any] = [checkpoints.steps()]
-    dist.broadcast_object_list(listed, src=0, group=group)  # a shared file system may show others an older list
-    damaged: dict[int, str] = {}
-    for step in reversed(listed[0]):
-        start = time.perf_counter()
-        size, problems = verify_together(checkpoints, step, group)
-        if not problems:
-            if dist.get_rank() == 0:
-                took = time.perf_counter() - start
-                print(f"verified the checkpoint of step {step}: {size / 1e6:,.1f} MB in {took:.2f} s", flush=True)
-            return step, _set_aside(checkpoints, damaged, attempt, f"went on from step {step}")
-        damaged[step] = problems[0]
-    if damaged:
-        raise CheckpointError(
-            f"All checkpoints of {checkpoints.directory.parent} are damaged, nothing was changed. "
-            f"{' '.join(damaged.values())} To start from the beginning, use another run directory."
-        )
-    return None, ""
-
-
 def _set_aside(checkpoints: Checkpoints, damaged: dict[int, str], attempt: int, instead: str) -> str:
-    """Renames the damaged checkpoints and returns what happened, in one line; empty if there are none."""
-    if not damaged:
-        return ""
+    """Renames the damaged checkpoints and returns what happened, in one line."""
     told = []
     for step, problem in damaged.items():
         kept = checkpoints.path(step).with_suffix(f".damaged-{attempt}")

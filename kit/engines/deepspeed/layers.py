@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kit.engines.deepspeed.start import quiet
 from kit.model import Block, Decoder, initial_weight, make_norm, rotary_table
+from kit.parallel.groups import unbound_device
 from kit.parallel.linear import copy_to_ranks, cut, split_dim, split_layers
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -50,7 +51,8 @@ class Layers:
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
         layers = [ends[0], *positions, *blocks, LayerSpec(NormLayer, self), ends[1]]
-        with quiet(), torch.no_grad():  # autograd must not see that it broadcasts the tied weight
+        # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied weight.
+        with quiet(), unbound_device(), torch.no_grad():
             return PipelineModule(layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer")
 
     def fill(self, module: nn.Module) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from kit.engines.neuron.engine import NeuronEngine
-from kit.engines.process_group import control_group
 from kit.errors import CheckpointError
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
+from kit.run.checkpoint_ranks import describe_together
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
@@ -26,11 +26,18 @@ class NxdCheckpoints:
     """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its recipe."""
 
     def __init__(
-        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, **kept: int | None
+        self,
+        checkpoints: Checkpoints,
+        spec: ModelSpec,
+        engine: NeuronEngine,
+        *,
+        attempt: int,
+        group: dist.ProcessGroup,
+        **kept: int | None,
     ) -> None:
         self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
         self.pending: tuple[dict[str, Any], int] | None = None
-        self.group = control_group()
+        self.group = group
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
@@ -90,9 +97,10 @@ class NxdCheckpoints:
         sharded over the replicas: master weights start from them and AdamW's moments from zero, as HLAT resumed.
 
         Raises:
+            DamagedCheckpointError: its files are not as they were written.
             CheckpointError: it was written by another engine or model, or on other tensor and pipeline degrees.
         """
-        manifest = self.checkpoints.manifest(step)
+        manifest, _ = describe_together(self.checkpoints, step, self.group)
         self.checkpoints.check_model(manifest, self.spec)
         now = self.engine.plan
         _check_layout(manifest.plan, now, self.checkpoints.path(step))

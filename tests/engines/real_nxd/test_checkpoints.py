@@ -8,6 +8,7 @@ import torch
 
 from kit.convert.neuron import import_nxd
 from kit.engines.neuron.checkpoint import NxdCheckpoints
+from kit.engines.process_group import control_group
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
@@ -45,7 +46,9 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
     storage.save_object = write_late
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
+    checkpoints = NxdCheckpoints(
+        Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=2, keep_every=None
+    )
     mine = batches(spec, plan, engine.data_rank)[:6]
     for samples in mine[:3]:
         engine.train_step(samples, 1e-3)
@@ -58,7 +61,9 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(3)
+    NxdCheckpoints(
+        Checkpoints(folder), spec, engine, group=control_group(), attempt=2, keep_last=2, keep_every=None
+    ).load(3)
     return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]]
 
 
@@ -68,7 +73,7 @@ def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
     expected = run_ranks(2, save_on_a_slow_disk, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla)
     for file in (tmp_path / "step_00000003" / "optim").glob("*.pt"):
         assert saved_steps(torch.load(file, weights_only=False)) == {3}, file
-    assert Checkpoints(tmp_path).verify(3) > 0
+    assert Checkpoints(tmp_path).verify(Checkpoints(tmp_path).manifest(3)) > 0
     assert run_ranks(2, resume, spec, plan, tmp_path, timeout_s=LIMIT_S, start=start_xla) == expected
 
 

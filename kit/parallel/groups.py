@@ -1,0 +1,76 @@
+"""Groups of ranks: one call for each axis however many ranks there are, and connected before anybody needs them."""
+
+import contextlib
+import datetime
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
+    """Returns this rank's group of those that disjoint `lists` of ranks make, None if it is in no list.
+
+    All ranks must call it with the same lists. Where a device is bound to the world's group, torch makes a group by
+    splitting NCCL's communicator of all ranks, so that a call for each list would take minutes at thousands of ranks.
+    """
+    world: Any = dist.group.WORLD
+    if len(lists[0]) == world.size():
+        return world
+    if world.bound_device_id is not None:
+        # Only tensors of the device travel along an axis. Older torch splits the gloo group of the world too.
+        alone: Any = {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
+        return dist.split_group(split_ranks=[list(ranks) for ranks in lists], group_desc=name, **alone)
+    mine = None
+    for ranks in lists:
+        group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, group_desc=name)
+        mine = group if dist.get_rank() in ranks else mine
+    if mine is not None:
+        connect(mine, name, COLLECTIVE_TIMEOUT)
+    return mine
+
+
+def cpu_group(name: str) -> Any:
+    """Returns a new group of all ranks for tensors in memory, connected."""
+    group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=name)
+    connect(group, name, COLLECTIVE_TIMEOUT)
+    return group
+
+
+def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
+    """Makes the connections of a new group, if it is one of gloo's, which would otherwise be made when first needed.
+
+    By then a rank may be gone, and gloo's wait for it does not end in time (github.com/pytorch/gloo/issues/520).
+
+    Raises:
+        RuntimeError: a rank of the group did not come; the message has the group's name.
+    """
+    if "gloo" not in dist.get_backend_config(group):
+        return
+    try:
+        work: Any = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+        work.wait(timeout)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Rank {dist.get_rank()} could not join the process group {name!r} of {group.size()} ranks within "
+            f"{timeout.total_seconds():.0f} s: {error} A rank has ended or its node cannot be reached: see the logs of "
+            f"the other ranks."
+        ) from error
+
+
+@contextlib.contextmanager
+def unbound_device() -> Iterator[None]:
+    """Lets another library make groups in loops: without a bound device, NCCL's communicators are made when first used.
+
+    Then those that are not in a group have nothing to do for it, and the others only with each other.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

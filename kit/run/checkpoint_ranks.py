@@ -1,0 +1,41 @@
+"""What all ranks do with one checkpoint: one reads what all need and tells the others, each verifies its share."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.errors import CheckpointError
+from kit.run.checkpoint import Checkpoints, Manifest
+
+
+def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[Manifest, bytes]:
+    """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone asks, once each has verified its share.
+
+    All ranks of the group, which is on the CPU and has all of them, must call this. An error is raised on all.
+    """
+    told: list[Any] = [None]
+    with alike(group):
+        if dist.get_rank() == 0:
+            told = [checkpoints.describe(step)]
+    dist.broadcast_object_list(told, src=0, group=group)
+    with alike(group):
+        checkpoints.verify(told[0][0], part=dist.get_rank(), parts=dist.get_world_size())
+    return told[0]
+
+
+@contextlib.contextmanager
+def alike(group: Any = None) -> Iterator[None]:
+    """Raises a CheckpointError that one rank meets on all ranks, so that none waits for those that went on."""
+    met: list[Any] = [None]
+    try:
+        yield
+    except CheckpointError as error:
+        met = [error]
+    first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) < dist.get_world_size():
+        dist.broadcast_object_list(met, src=int(first), group=group)
+        raise met[0]

@@ -1,0 +1,125 @@
+"""Process groups: how many connections and calls they take, and what is said when a rank does not come."""
+
+import datetime
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from kit.engines.process_group import control_group, start_process_group
+from kit.parallel import groups
+from kit.parallel.mesh import build_mesh
+from kit.plan import Plan
+from kit.spec import ModelSpec
+from tests.benchmarks.groups import join_lazily, use
+from tests.parity import build, make_plan
+from tests.workers import become_rank, free_port, run_ranks
+
+GPT_1T = Plan(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=384)
+
+
+def test_ranks_join_without_a_full_mesh() -> None:
+    seen = run_ranks(32, use, 2, start=join_lazily)
+    assert max(rank["descriptors"] for rank in seen[1:]) < 32, "fewer than one for each other rank, with two groups"
+    assert seen[0]["descriptors"] < 32 + 40, "rank 0 has the store, to which all come"
+    assert {rank["reads_to_join"] for rank in seen} == {0} and max(rank["reads"] for rank in seen) < 32
+
+
+def leave_or_join(rank: int, port: int, queue: Any) -> None:
+    become_rank(rank, 3, port)
+    start_process_group()
+    assert control_group() is dist.group.WORLD, "one CPU group"
+    if rank == 1:
+        os._exit(0)
+    groups.COLLECTIVE_TIMEOUT, start = datetime.timedelta(seconds=2), time.monotonic()
+    try:
+        groups.cpu_group("checkpoint")
+    except RuntimeError as error:
+        queue.put((str(error), time.monotonic() - start))
+    os._exit(0)
+
+
+def test_a_rank_that_is_gone_is_noticed_when_a_group_is_made() -> None:
+    context, port = mp.get_context("fork"), free_port()
+    queue = context.SimpleQueue()
+    ranks = [context.Process(target=leave_or_join, args=(rank, port, queue)) for rank in range(3)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    for _ in range(2):
+        error, seconds = queue.get()
+        assert "could not join the process group 'checkpoint' of 3 ranks" in error and seconds < 10
+
+
+def start_fake() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=100, world_size=GPT_1T.num_devices)
+
+
+def count_calls(is_bound: bool) -> tuple[list[int], tuple[str, ...], int]:
+    """Returns the sizes of the groups that were asked for, the axes, and the seconds of CPU."""
+    asked, make = [], dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> Any:
+        asked.append(len(ranks))
+        return make(ranks, **options)
+
+    def split_group(split_ranks: list[list[int]], **options: Any) -> Any:
+        asked.append(len(split_ranks[0]))
+        return dist.group.WORLD
+
+    dist.new_group, dist.split_group = new_group, split_group
+    world: Any = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda:0") if is_bound else None
+    mesh = build_mesh(GPT_1T, "cpu")
+    if is_bound:
+        ends = mesh.mesh[[0, -1]].flatten(1).t().tolist()
+        groups.split_world(ends, "tied")
+        world.bound_device_id = None
+    return asked, mesh.mesh_dim_names or (), mesh["shard"].size()
+
+
+def test_groups_of_3072_ranks_take_a_call_an_axis_where_a_device_is_bound() -> None:
+    [(asked, axes, shards)] = run_ranks(1, count_calls, True, start=start_fake)
+    assert axes == ("pipeline", "shard", "tensor") and shards == 6, "no axis of size 1"
+    assert asked == [64, 6, 8, 2], "one split for each, and one for tied stages"
+
+
+def test_groups_of_3072_ranks_without_a_device() -> None:
+    [(asked, _, _)] = run_ranks(1, count_calls, False, start=start_fake)
+    assert len(asked) == 3072 // 64 + 3072 // 6 + 3072 // 8
+
+
+def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
+    """Returns whether DeepSpeed's grid was made as if no device were bound, which torch would ask for each group."""
+    from kit.engines.deepspeed.layers import Layers
+
+    world: Any = dist.group.WORLD
+    real = Layers.pipeline
+
+    def pipeline(self: Layers, loss: Any) -> Any:
+        world.bound_device_id = torch.device("cuda:0")
+        made = real(self, loss)
+        SEEN.append(world.bound_device_id == torch.device("cuda:0"))
+        world.bound_device_id = None
+        return made
+
+    Layers.pipeline = pipeline
+    build(spec, plan)
+    return SEEN == [True]
+
+
+SEEN: list[bool] = []
+
+
+def test_deepspeeds_grid_splits_no_communicator_of_the_world(gpt_spec: ModelSpec) -> None:
+    pytest.importorskip("deepspeed")
+    plan = make_plan({"pipeline_parallel": 2}, "deepspeed")
+    assert all(run_ranks(2, build_with_a_device, gpt_spec.replace(num_layers=2), plan))
