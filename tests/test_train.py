@@ -241,7 +241,7 @@ def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
 def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
     state: dict = {}
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
-        unbroken.checkpoints.load(120, state, spec=spec.replace(num_layers=2), distributed=False)
+        unbroken.checkpoints.load(120, state, spec=spec.replace(num_layers=2))
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
         load_model(unbroken, step=7)
 

@@ -40,7 +40,7 @@ def load_on_ranks(
         _gather_logits(decoder, mesh["tensor"])
     state = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
     described = describe_together(run.checkpoints, step)
-    run.checkpoints.load(step, state, spec=run.spec, distributed=True, described=described)
+    run.checkpoints.load(step, state, spec=run.spec, described=described)
     return decoder.eval(), data_axis(mesh, plan).get_group()
 
 

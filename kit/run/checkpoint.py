@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
 MANIFEST, DESCRIPTION = "manifest.json", ".metadata"
+CHANGED = (
+    "is damaged: its checksum is not that of its manifest. Restore the file, or move {} away to continue from an "
+    "earlier checkpoint."
+)
 READ_BYTES = 16 << 20
 
 
@@ -49,8 +53,8 @@ class Manifest(Record):
     plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
     files: dict[str, int] = field_doc("bytes of each file")
     checksums: dict[str, int] = field_doc(
-        "CRC-32 of each file, and of this manifest without it; of torch's files only the description, which has those "
-        "of all tensors; empty: written before there were any",
+        "CRC-32 of each file but those of tensors, which torch gives one each, and of this manifest without it; empty: "
+        "written before there were any",
         default_factory=dict,
     )
 
@@ -121,7 +125,7 @@ class Checkpoints:
     def verify(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> int:
         """Reads one of `parts` shares of the files that have a checksum and returns its bytes.
 
-        The tensors of torch's files are not among them since they have checksums of their own: `load` sees to these.
+        For checkpoints of NxD: torch's files have one for each tensor, which is looked at when that is read.
 
         Raises:
             DamagedCheckpointError: the content of a file has changed.
@@ -130,7 +134,7 @@ class Checkpoints:
         sealed = sorted(manifest.files.keys() & manifest.checksums, key=lambda name: (-manifest.files[name], name))
         for name in sealed[part::parts]:
             if checksum(path / name) != manifest.checksums[name]:
-                raise damaged(path / name, "its checksum is not that of its manifest")
+                raise DamagedCheckpointError(f"{path / name} {CHANGED.format(path)}")
             read += manifest.files[name]
         return read
 
@@ -149,7 +153,7 @@ class Checkpoints:
         manifest, file = self.manifest(step), self.path(step) / DESCRIPTION
         description = file.read_bytes() if DESCRIPTION in manifest.files else b""
         if zlib.crc32(description) != manifest.checksums.get(DESCRIPTION, zlib.crc32(description)):
-            raise damaged(file, "its checksum is not that of its manifest")
+            raise DamagedCheckpointError(f"{file} {CHANGED.format(file.parent)}")
         return manifest, description
 
     def load(
@@ -158,20 +162,12 @@ class Checkpoints:
         state: "dict[str, Tensor]",
         *,
         spec: ModelSpec,
-        distributed: bool,
         described: tuple[Manifest, bytes] | None = None,
     ) -> Manifest:
         """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
 
-        What is read is held to its checksum, and no other rank is asked. Where tensors have none, one process alone
-        verifies all files first; several do so side by side: `kit.run.checkpoint_ranks`.
-
-        Args:
-            step: of the checkpoint.
-            state: tensors to fill.
-            spec: of the model.
-            distributed: whether other ranks load it too.
-            described: what `describe` returned, if it was asked already.
+        What is read is held to its checksum. Ranks need not call this together; `described` is what `describe` has
+        told them, if it has.
 
         Raises:
             DamagedCheckpointError: the checkpoint is incomplete or damaged.
@@ -189,16 +185,11 @@ class Checkpoints:
                 f"{self.path(step)} holds NxD's files, which engine 'neuron' alone resumes from. "
                 f"Its weights alone: `{kit_command('export-hf', self.directory.parent, str(step), 'OUT')}`."
             )
-        if not distributed:
-            self.verify(manifest)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs to know others' plans
             try:
                 load(state, storage_reader=TensorsOnlyReader(self.path(step), description), no_dist=True)
             except CheckpointException as error:
-                found = next(iter(error.failures.values()))[0]
-                if isinstance(found, DamagedCheckpointError):
-                    raise found from None
                 raise DamagedCheckpointError(
                     f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
                 ) from error
@@ -262,27 +253,16 @@ class Checkpoints:
             )
 
 
-def damaged(file: Path, reason: str) -> DamagedCheckpointError:
-    """Returns the error that says what is wrong with a file of a checkpoint, and what to do."""
-    return DamagedCheckpointError(
-        f"{file} is damaged: {reason}. Restore the file, or move {file.parent} away to continue from an earlier "
-        f"checkpoint."
-    )
-
-
-def checksum(file: Path, start: int = 0, length: int | None = None) -> int:
+def checksum(file: Path) -> int:
     """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in a second.
 
     Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in hardware), BLAKE2b 460.
     It is meant for accidents, not for forgers.
     """
-    left = file.stat().st_size - start if length is None else length
-    value, buffer = 0, memoryview(bytearray(min(left, READ_BYTES)))
+    value, buffer = 0, memoryview(bytearray(READ_BYTES))
     with file.open("rb", buffering=0) as stream:
-        stream.seek(start)
-        while count := stream.readinto(buffer[:left]):
+        while count := stream.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile
-            left -= count
     return value
 
 

@@ -1,4 +1,4 @@
-"""What all ranks do with one checkpoint: one reads what all need and tells the others, each verifies its share."""
+"""What all ranks do with one checkpoint: one reads what all need and tells the others, none goes on alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from kit.run.checkpoint import Checkpoints, Manifest
 
 
 def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) -> tuple[Manifest, bytes]:
-    """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone asks, once each has verified its share.
+    """Returns `Checkpoints.describe` to all ranks, of which rank 0 alone reads files.
 
     All ranks of the group, which is on the CPU and has all of them, must call this. An error is raised on all.
     """
@@ -21,8 +21,6 @@ def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) ->
         if dist.get_rank() == 0:
             told = [checkpoints.describe(step)]
     dist.broadcast_object_list(told, src=0, group=group)
-    with alike(group):
-        checkpoints.verify(told[0][0], part=dist.get_rank(), parts=dist.get_world_size())
     return told[0]
 
 

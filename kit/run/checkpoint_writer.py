@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints in the background, by torch's distributed checkpoint, with a checksum of each tensor."""
+"""Writes a run's checkpoints in the background, by torch's distributed checkpoint; planned once."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ class CheckpointWriter:
             self.checkpoints.check_space(facts["spec"])
         self.group = self.group or cpu_group("checkpoint")
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        writer = CheckedWriter(partial, self.planner, functools.partial(self._complete, partial, facts))
+        writer = _Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         future: Any = async_save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
         future.add_done_callback(lambda _: gc.enable())  # whatever became of it
         self.pending = (future, facts)
@@ -120,8 +120,8 @@ class _Planner(DefaultSavePlanner):
         return plans, Metadata({})
 
 
-class CheckedWriter(FileSystemWriter):
-    """Writes this rank's file and reads it back once, all in the thread that writes in the background.
+class _Writer(FileSystemWriter):
+    """Writes this rank's file, and tells of the whole checkpoint, all in the thread that writes in the background.
 
     Args:
         path: a new folder.
@@ -134,12 +134,9 @@ class CheckedWriter(FileSystemWriter):
         self.planner, self.complete = planner, complete
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's tensors; the checksum of each goes into the description with its place in the file."""
+        """Writes this rank's tensors."""
         gc.enable()
         written = super().write_data(plan, planner)
-        for result in written.wait():
-            place = result.storage_data
-            place.crc32 = checksum(Path(self.path) / place.relative_path, place.offset, place.length)
         gc.disable()  # the coordinator gets all ranks' results next
         return written
 

@@ -69,6 +69,6 @@ class PortableCheckpoints:
         self.engine.restore_optimizer(step - manifest.skipped)
         state = self.engine.state_dict()
         with alike(self.group):
-            checkpoints.load(step, state, spec=spec, distributed=True, described=(manifest, description))
+            checkpoints.load(step, state, spec=spec, described=(manifest, description))
         self.engine.after_load()
         return manifest

@@ -85,7 +85,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
         writer.finish()
         found["save_s"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        manifest = checkpoints.load(step, engine.state_dict(), spec=spec, distributed=True)
+        manifest = checkpoints.load(step, engine.state_dict(), spec=spec)
         found["load_s"].append(time.perf_counter() - start)
         found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(manifest.step).iterdir())
         time.sleep(pause_s)

@@ -334,7 +334,7 @@ def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
     assert again.returncode == 0 and "resumed from step 4" in again.stdout, again.stderr
     assert short_run.checkpoints.steps() == [4, 6]
     with pytest.raises(CheckpointError, match="holds NxD's files"):
-        short_run.checkpoints.load(6, {}, spec=short_run.spec, distributed=False)
+        short_run.checkpoints.load(6, {}, spec=short_run.spec)
 
 
 def test_a_run_in_the_wrong_precision_does_not_start(short_run):

@@ -140,7 +140,7 @@ def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[f
 def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> tuple[float, list[tuple[float, float]]]:
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=False)
     engine.restore_optimizer(5)
-    Checkpoints(directory).load(5, engine.state_dict(), spec=spec, distributed=True)
+    Checkpoints(directory).load(5, engine.state_dict(), spec=spec)
     engine.after_load()
     mine = batches(spec, plan, engine.data_rank)
     return engine.validation_loss(mine[5]), [engine.train_step(samples, 1e-3) for samples in mine[5:]]

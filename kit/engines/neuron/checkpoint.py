@@ -15,7 +15,7 @@ from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
-from kit.run.checkpoint_ranks import describe_together
+from kit.run.checkpoint_ranks import alike, describe_together
 from kit.spec import ModelSpec
 
 SETTLE_STEPS = 10
@@ -102,6 +102,8 @@ class NxdCheckpoints:
         """
         manifest, _ = describe_together(self.checkpoints, step, self.group)
         self.checkpoints.check_model(manifest, self.spec)
+        with alike(self.group):
+            self.checkpoints.verify(manifest, part=dist.get_rank(), parts=dist.get_world_size())
         now = self.engine.plan
         _check_layout(manifest.plan, now, self.checkpoints.path(step))
         fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel

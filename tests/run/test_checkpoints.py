@@ -1,0 +1,170 @@
+"""Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few file calls a rank."""
+
+import gc
+import io
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from cluster.site import Site
+from kit.errors import CheckpointError, DamagedCheckpointError
+from kit.plan import Plan
+from kit.run import Run
+from kit.run.checkpoint import Checkpoints, Manifest, checksum
+from kit.run.checkpoint_ranks import alike
+from kit.run.checkpoint_writer import CheckpointWriter
+from kit.spec import ModelSpec
+from kit.trainer.checkpoints import PortableCheckpoints
+from tests.workers import run_ranks
+
+
+def facts(spec: ModelSpec, step: int) -> dict[str, Any]:
+    return {"step": step, "samples": step, "tokens": step, "seed": 0, "spec": spec, "plan": Plan()}
+
+
+def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
+    """Returns tensors of this rank and one that both have, whose values tell the step."""
+    rank = dist.get_rank()
+    return {f"of.{rank}": torch.full((size,), 10.0 * step + rank), "of.both": torch.full((3,), float(step))}
+
+
+def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
+    """Returns how many saves were planned after each of three, the last of them of other shapes."""
+    plans, plan = [0], default_planner.create_default_global_save_plan
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        plans[0] += 1
+        return plan(*args, **kwargs)
+
+    default_planner.create_default_global_save_plan = counted
+    checkpoints, seen = Checkpoints(directory / "checkpoints"), []
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=2, keep_every=None)
+    for step, size in ((1, 5), (2, 5), (3, 7)):
+        writer.start(mine(step, size), facts(spec, step))
+        writer.finish()
+        seen.append(plans[0])
+        assert gc.isenabled(), "the collector is on again"
+        found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
+        checkpoints.load(step, found, spec=spec)
+        assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
+    other = CheckpointWriter(Checkpoints(directory / "other"), attempt=1, keep_last=2, keep_every=None)
+    other.start({"alone": torch.ones(dist.get_rank() + 1)[:1]}, facts(spec, 1))
+    other.finish()
+    return [*seen, plans[0]]
+
+
+def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelSpec) -> None:
+    on_first, on_second = run_ranks(2, save_thrice, tmp_path, spec)
+    assert on_first == [1, 1, 2, 3], "rank 0 plans; the plan of one writer is not another's"
+    assert on_second == [0, 0, 0, 0]
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 3]
+
+
+def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
+    """Returns the steps that count although nobody has asked the writer since it began."""
+    checkpoints = Checkpoints(directory)
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
+    for step in (1, 2):
+        writer.finish()
+        writer.start(mine(step), facts(spec, step))
+        assert checkpoints.steps() or step == 1, "nothing older goes before the newer counts"
+    deadline = time.monotonic() + 30
+    while checkpoints.steps() != [2] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    steps = checkpoints.steps()
+    writer.finish()
+    return steps
+
+
+def test_a_checkpoint_completes_while_training_goes_on(tmp_path: Path, spec: ModelSpec) -> None:
+    assert run_ranks(2, complete_unasked, tmp_path, spec) == [[2], [2]]
+
+
+class Engine:
+    """Has some tensors of a checkpoint."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.state = {name: torch.zeros(2) for name in names}
+
+    def restore_optimizer(self, step: int) -> None:
+        pass
+
+    def after_load(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.state
+
+
+def calls_of_a_resume(run: Run, num_files: int) -> int:
+    """Returns how often this rank has called the file system to load four tensors, each in a file of its own."""
+    calls = [0]
+
+    def count(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            return real(*args, **kwargs)
+
+        setattr(module, name, counted)
+
+    engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
+    loader = PortableCheckpoints(
+        run, engine, CheckpointWriter(run.checkpoints, attempt=1, keep_last=1, keep_every=None), None
+    )
+    for name in ("stat", "lstat", "scandir", "listdir", "open"):
+        count(os, name)
+    count(io, "open")
+    loader.load(num_files)
+    found = [float(engine.state[name][0]) for name in engine.state]
+    assert found == [4.0 * dist.get_rank() + i for i in range(4)]
+    return calls[0]
+
+
+def write_files(run: Run, num_files: int) -> None:
+    """Makes a checkpoint of so many tiny tensors, each in a file of its own, at the step of that number."""
+    folder = run.checkpoints.path(num_files)
+    state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
+    save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=False, sync_files=False), no_dist=True)
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    sums = {".metadata": checksum(folder / ".metadata")}
+    described = facts(run.spec, num_files) | {"attempt": 1, "time": 0.0, "files": sizes, "checksums": sums}
+    run.checkpoints.complete(folder, Manifest(**described))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_file_calls_of_a_resume_do_not_grow_with_the_files(tmp_path: Path, spec: ModelSpec, recipe) -> None:
+    run = Run.create(tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop"))
+    counts = []
+    for num_files in (33, 3073):
+        write_files(run, num_files)
+        counts.append(run_ranks(2, calls_of_a_resume, run, num_files))
+    assert counts[0][1] == counts[1][1] <= 8, "a rank opens what it reads"
+    assert counts[1][0] - counts[0][0] == 3073 - 33, "rank 0 looks at the size of each file once"
+
+
+def meet_an_error() -> list[str]:
+    """Returns what this rank is told of an error that rank 1 meets, and of one that rank 0 meets later."""
+    told = []
+    for rank, kind in ((1, DamagedCheckpointError), (0, CheckpointError)):
+        try:
+            with alike():
+                if dist.get_rank() == rank:
+                    raise kind(f"seen by rank {rank}")
+        except CheckpointError as error:
+            told.append(f"{type(error).__name__} {error}")
+    return told
+
+
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    said = ["DamagedCheckpointError seen by rank 1", "CheckpointError seen by rank 0"]
+    assert run_ranks(3, meet_an_error) == [said] * 3
