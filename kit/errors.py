@@ -2,15 +2,8 @@
 
 from cluster.record import ConfigError, kit_command
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DamagedCheckpointError",
-    "DataError",
-    "MissingPackageError",
-    "RunError",
-    "kit_command",
-]
+__all__ = ["CheckpointError", "ConfigError", "DamagedCheckpointError", "DataError", "MissingPackageError", "RunError",
+           "kit_command"]  # fmt: skip
 
 
 class RunError(RuntimeError):

@@ -1,5 +1,6 @@
 """How a rank joins the others: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, over gloo, NCCL or XLA."""
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -55,7 +56,8 @@ def _prepare_for_connections() -> None:
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(ValueError):  # macOS names a limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:

@@ -13,6 +13,7 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
 MANIFEST, DESCRIPTION = "manifest.json", ".metadata"
-CHANGED = (
-    "is damaged: its checksum is not that of its manifest. Restore the file, or move {} away to continue from an "
-    "earlier checkpoint."
-)
 READ_BYTES = 16 << 20
 
 
@@ -110,10 +107,7 @@ class Checkpoints:
             raise DamagedCheckpointError(text) from error
         for name, expected in manifest.files.items():
             file = path / name
-            try:
-                found = file.stat().st_size
-            except FileNotFoundError:
-                found = None
+            found = file.stat().st_size if file.exists() else None
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes"
                 raise DamagedCheckpointError(
@@ -122,21 +116,15 @@ class Checkpoints:
                 )
         return manifest
 
-    def verify(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> int:
-        """Reads one of `parts` shares of the files that have a checksum and returns its bytes.
-
-        For checkpoints of NxD: torch's files have one for each tensor, which is looked at when that is read.
-
-        Raises:
-            DamagedCheckpointError: the content of a file has changed.
-        """
-        path, read = self.path(manifest.step), 0
-        sealed = sorted(manifest.files.keys() & manifest.checksums, key=lambda name: (-manifest.files[name], name))
-        for name in sealed[part::parts]:
-            if checksum(path / name) != manifest.checksums[name]:
-                raise DamagedCheckpointError(f"{path / name} {CHANGED.format(path)}")
-            read += manifest.files[name]
-        return read
+    def verify(self, manifest: Manifest, names: Iterable[str]) -> None:
+        """Raises DamagedCheckpointError unless those of some files that have a checksum are as they were written."""
+        path = self.path(manifest.step)
+        for name in names:
+            if name in manifest.checksums and checksum(path / name) != manifest.checksums[name]:
+                raise DamagedCheckpointError(
+                    f"{path / name} is damaged: its checksum is not that of its manifest. Restore the file, or move "
+                    f"{path} away to continue from an earlier checkpoint."
+                )
 
     def set_aside(self, step: int, attempt: int) -> Path:
         """Renames a damaged checkpoint, so that it does not count but can be looked at; returns where it is now."""
@@ -150,11 +138,11 @@ class Checkpoints:
         Raises:
             DamagedCheckpointError: as `manifest`, or the description has changed.
         """
-        manifest, file = self.manifest(step), self.path(step) / DESCRIPTION
-        description = file.read_bytes() if DESCRIPTION in manifest.files else b""
-        if zlib.crc32(description) != manifest.checksums.get(DESCRIPTION, zlib.crc32(description)):
-            raise DamagedCheckpointError(f"{file} {CHANGED.format(file.parent)}")
-        return manifest, description
+        manifest = self.manifest(step)
+        if DESCRIPTION not in manifest.files:
+            return manifest, b""
+        self.verify(manifest, [DESCRIPTION])
+        return manifest, (self.path(step) / DESCRIPTION).read_bytes()
 
     def load(
         self,
@@ -190,7 +178,10 @@ class Checkpoints:
             try:
                 load(state, storage_reader=TensorsOnlyReader(self.path(step), description), no_dist=True)
             except CheckpointException as error:
-                raise DamagedCheckpointError(
+                for found, _ in error.failures.values():
+                    if isinstance(found, DamagedCheckpointError):
+                        raise found from error
+                raise CheckpointError(
                     f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
                 ) from error
         return manifest

@@ -6,12 +6,10 @@ refused before it runs; objects that are no tensors are refused with it. Tensors
 once their bytes were held to the CRC-32 that torch saves with them and does not look at.
 """
 
-import contextlib
 import gc
 import io
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from cluster.record import check_file_name
+from kit.errors import DamagedCheckpointError
 
 METADATA = "torch.distributed.checkpoint.metadata"
 ALLOWED = {
@@ -41,9 +40,7 @@ ALLOWED = {
 class TensorsOnlyReader(FileSystemReader):
     """`FileSystemReader` for checkpoints of unknown origin: tensors, and nothing that could run.
 
-    Args:
-        path: of the checkpoint.
-        description: the content of its `.metadata`, where it was read already.
+    `description` is the content of the checkpoint's `.metadata`, where it was read already.
     """
 
     def __init__(self, path: Path, description: bytes | None = None) -> None:
@@ -58,34 +55,31 @@ class TensorsOnlyReader(FileSystemReader):
             ConfigError: it names a file of another folder.
         """
         content = self.description or Path(self._get_metadata_path()).read_bytes()
-        with collector_off():
+        gc.disable()  # it would look for cycles among a million small objects, for 7 times as long as making them takes
+        try:
             metadata = _TensorsOnlyUnpickler(io.BytesIO(content)).load()
-            _check(metadata)
+        finally:
+            gc.enable()
+        _check(metadata)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """Returns the bytes of one tensor, a zip archive, read once. Raises OSError if they have changed."""
+        """Returns the bytes of one tensor, a zip archive. Raises DamagedCheckpointError if they have changed."""
         file.seek(sinfo.offset)
         found = io.BytesIO(file.read(sinfo.length))
-        if zipfile.ZipFile(found).testzip() is not None:
-            raise OSError(f"its bytes in {sinfo.relative_path} are not those that were written")
+        try:
+            changed = zipfile.ZipFile(found).testzip()
+        except zipfile.BadZipFile as error:
+            changed = str(error)
+        if changed is not None:
+            raise DamagedCheckpointError(
+                f"{file.name} is damaged: a tensor's checksum is not that of its bytes ({changed}). Restore the file, "
+                f"or move its folder away to continue from an earlier checkpoint."
+            )
         found.seek(0)
         return found
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Keeps Python from searching for cycles while a million small objects are made that have none: it took 7 times
-    as long as making them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _TensorsOnlyUnpickler(pickle.Unpickler):

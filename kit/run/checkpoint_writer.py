@@ -50,9 +50,9 @@ class CheckpointWriter:
             CheckpointError: this or the previous write failed; older checkpoints are intact.
         """
         self.finish()
+        self.group = self.group or cpu_group("checkpoint")
         if self.is_coordinator:
             self.checkpoints.check_space(facts["spec"])
-        self.group = self.group or cpu_group("checkpoint")
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
         writer = _Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         future: Any = async_save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
@@ -60,17 +60,17 @@ class CheckpointWriter:
         self.pending = (future, facts)
 
     def poll(self) -> None:
-        """Forgets the pending checkpoint if it is complete; never waits. Call it once a step.
-
-        Raises:
-            CheckpointError: it could not be written.
-            StaleAttemptError: the run belongs to a newer attempt.
-        """
+        """Raises as `finish` once the pending checkpoint has failed; never waits. Call it once a step."""
         if self.pending is not None and self.pending[0].done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the pending checkpoint, if any, is complete. Raises as `poll`."""
+        """Waits until the pending checkpoint, if any, is complete.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are intact.
+            StaleAttemptError: the run belongs to a newer attempt.
+        """
         if self.pending is None:
             return
         (future, facts), self.pending = self.pending, None
@@ -121,13 +121,7 @@ class _Planner(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes this rank's file, and tells of the whole checkpoint, all in the thread that writes in the background.
-
-    Args:
-        path: a new folder.
-        planner: of the save.
-        complete: called on the coordinator, in its thread, with size and checksum by file once all are written.
-    """
+    """Writes this rank's file; calls `complete`, on the coordinator, with size and checksum by file once all are."""
 
     def __init__(self, path: Path, planner: _Planner, complete: Callable[[dict, dict], None]) -> None:
         super().__init__(path)

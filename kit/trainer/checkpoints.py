@@ -30,18 +30,13 @@ class EngineCheckpoints(Protocol):
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.
 
-        Raises:
-            DamagedCheckpointError: it is not as it was written; what the engine holds then is of no use.
-            CheckpointError: it is of another model, or of a layout that the engine cannot read.
+        Raises DamagedCheckpointError on all ranks if it is not as it was written: then the engine holds nothing useful.
         """
         ...
 
 
 def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> EngineCheckpoints:
-    """Returns what writes and reads the checkpoints of this run's engine: NxD has files of its own.
-
-    In `group`, on the CPU, all ranks agree on what they read.
-    """
+    """Returns what writes and reads the checkpoints of this run's engine; `group` is on the CPU. NxD has own files."""
     recipe = run.recipe
     keep: dict[str, Any] = {"attempt": attempt, "keep_last": recipe.keep_last, "keep_every": recipe.keep_every}
     if run.plan.engine == "neuron":

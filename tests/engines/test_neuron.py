@@ -209,7 +209,9 @@ def test_two_cores_train_two_steps(tmp_path, spec, recipe):
     run.job.wait(3600)
     state = read_state(run.directory)
     assert state is not None and state.state is JobState.DONE, state
-    assert list(run.metrics().columns["step"]) == [1, 2] and run.checkpoints.verify(run.checkpoints.manifest(2))
+    assert list(run.metrics().columns["step"]) == [1, 2]
+    manifest = run.checkpoints.manifest(2)
+    run.checkpoints.verify(manifest, manifest.files)
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
     ).load(5)
     assert manifest.samples == 5 * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
-    Checkpoints(folder).verify(manifest)
+    Checkpoints(folder).verify(manifest, manifest.files)
     return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[5:]]
 
 

@@ -26,18 +26,11 @@ class NxdCheckpoints:
     """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its recipe."""
 
     def __init__(
-        self,
-        checkpoints: Checkpoints,
-        spec: ModelSpec,
-        engine: NeuronEngine,
-        *,
-        attempt: int,
-        group: dist.ProcessGroup,
-        **kept: int | None,
+        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, group: Any, **kept: Any
     ) -> None:
-        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
+        self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
+        self.group, self.kept = group, kept
         self.pending: tuple[dict[str, Any], int] | None = None
-        self.group = group
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
@@ -77,15 +70,14 @@ class NxdCheckpoints:
             self.checkpoints.complete(folder, Manifest(
                 attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             ))  # fmt: skip
-            self.checkpoints.prune(**self.kept)  # pyright: ignore[reportArgumentType]
+            self.checkpoints.prune(**self.kept)
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
         listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(listed, src=0, group=self.group)
         [files] = listed
-        by_size = sorted(files, key=lambda name: (-files[name], name))
-        mine = {name: checksum(folder / name) for name in by_size[dist.get_rank() :: dist.get_world_size()]}
+        mine = {name: checksum(folder / name) for name in _share(files)}
         told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, told, dst=0, group=self.group)
         return files, {name: value for part in told or [] for name, value in part.items()}
@@ -103,7 +95,7 @@ class NxdCheckpoints:
         manifest, _ = describe_together(self.checkpoints, step, self.group)
         self.checkpoints.check_model(manifest, self.spec)
         with alike(self.group):
-            self.checkpoints.verify(manifest, part=dist.get_rank(), parts=dist.get_world_size())
+            self.checkpoints.verify(manifest, _share(manifest.files))
         now = self.engine.plan
         _check_layout(manifest.plan, now, self.checkpoints.path(step))
         fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel
@@ -131,6 +123,11 @@ def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
                 f"{path} was written with plan.{name} {getattr(saved, name)}, now it is {getattr(now, name)}: NxD "
                 f"reads a checkpoint on the degrees that wrote it; only data_parallel may change. {advice}"
             )
+
+
+def _share(files: dict[str, int]) -> list[str]:
+    """Returns the files that this rank looks at, so that all have about as many bytes."""
+    return sorted(files, key=lambda name: (-files[name], name))[dist.get_rank() :: dist.get_world_size()]
 
 
 def _sizes(folder: Path) -> dict[str, int]:
