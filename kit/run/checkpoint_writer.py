@@ -38,7 +38,7 @@ class CheckpointWriter:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.is_coordinator = dist.get_rank() == 0
         self.group: Any = None
-        self.planner = _Planner()
+        self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
@@ -54,7 +54,7 @@ class CheckpointWriter:
         if self.is_coordinator:
             self.checkpoints.check_space(facts["spec"])
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
-        writer = _Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
+        writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         future: Any = async_save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
         future.add_done_callback(lambda _: gc.enable())  # whatever became of it
         self.pending = (future, facts)
@@ -100,7 +100,7 @@ class CheckpointWriter:
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
-class _Planner(DefaultSavePlanner):
+class SteadyPlanner(DefaultSavePlanner):
     """Plans the first save; later ones are alike, and no rank tells another again what it knows (torch PR 147343).
 
     Planning makes small objects by the hundred thousand, so Python's collector is off until tensors are written.
@@ -120,10 +120,10 @@ class _Planner(DefaultSavePlanner):
         return plans, Metadata({})
 
 
-class _Writer(FileSystemWriter):
+class Writer(FileSystemWriter):
     """Writes this rank's file; calls `complete`, on the coordinator, with size and checksum by file once all are."""
 
-    def __init__(self, path: Path, planner: _Planner, complete: Callable[[dict, dict], None]) -> None:
+    def __init__(self, path: Path, planner: SteadyPlanner, complete: Callable[[dict, dict], None]) -> None:
         super().__init__(path)
         self.planner, self.complete = planner, complete
 

@@ -232,6 +232,8 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
     rest = [engine.train_step(samples, 1e-3) for samples in mine[5:]]  # the stand-in writes as the save is completed
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
+    assert checkpoints.pending is None, "it completes behind training by now"
+    checkpoints.finish()
     return rest
 
 

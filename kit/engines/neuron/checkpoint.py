@@ -6,6 +6,7 @@ adds its `manifest.json`, without which a checkpoint does not count, with a chec
 """
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
+from kit.parallel.groups import cpu_group
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
 from kit.run.checkpoint_ranks import alike, describe_together
@@ -31,6 +33,8 @@ class NxdCheckpoints:
         self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
         self.group, self.kept = group, kept
         self.pending: tuple[dict[str, Any], int] | None = None
+        self.thread, self.own_group = ThreadPoolExecutor(1), None  # in which files are looked at behind training
+        self.completing: Future[None] | None = None
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
@@ -50,20 +54,31 @@ class NxdCheckpoints:
         self.pending = (facts, SETTLE_STEPS)
 
     def poll(self) -> None:
-        """Completes the pending checkpoint once it has had time enough. Call it once a step."""
-        if self.pending is None:
-            return
-        facts, steps = self.pending
-        self.pending = (facts, steps - 1)
-        if steps == 1:
+        """Begins to complete the pending checkpoint once it has had time enough. Call it once a step."""
+        if self.pending is not None:
+            facts, steps = self.pending
+            self.pending = (facts, steps - 1)
+            if steps == 1:
+                self._begin_to_complete()
+        elif self.completing is not None and self.completing.done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the pending checkpoint, if any, and makes it complete."""
-        if self.pending is None:
-            return
+        """Waits until the pending checkpoint, if any, is complete."""
+        if self.pending is not None:
+            self._begin_to_complete()
+        if self.completing is not None:
+            completing, self.completing = self.completing, None
+            completing.result()
+
+    def _begin_to_complete(self) -> None:
+        assert self.pending is not None
         (facts, _), self.pending = self.pending, None
         self.engine.nxd.finish_saving()
+        self.own_group = self.own_group or cpu_group("checkpoint")
+        self.completing = self.thread.submit(self._complete, facts)
+
+    def _complete(self, facts: dict[str, Any]) -> None:
         folder = self.checkpoints.path(facts["step"])
         files, checksums = self._files(folder)
         if dist.get_rank() == 0:
@@ -75,11 +90,11 @@ class NxdCheckpoints:
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
         listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(listed, src=0, group=self.group)
+        dist.broadcast_object_list(listed, src=0, group=self.own_group)
         [files] = listed
         mine = {name: checksum(folder / name) for name in _share(files)}
         told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, told, dst=0, group=self.group)
+        dist.gather_object(mine, told, dst=0, group=self.own_group)
         return files, {name: value for part in told or [] for name, value in part.items()}
 
     def load(self, step: int) -> Manifest:
