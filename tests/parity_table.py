@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from kit.convert.neuron import import_nxd
 from kit.engines.deepspeed.start import import_deepspeed
 from kit.engines.neuron.checkpoint import NxdCheckpoints
-from kit.engines.process_group import control_group
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
@@ -39,9 +38,7 @@ def train_and_leave_weights(spec: ModelSpec, plan: Plan, folder: Path) -> Traine
     mine = batches(spec, plan, engine.data_rank)
     said = engine.validation_loss(mine[0]), [engine.train_step(samples, 1e-3) for samples in mine]
     if plan.engine == "neuron":
-        checkpoints = NxdCheckpoints(
-            Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=1, keep_every=None
-        )
+        checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=1, keep_every=None)
         checkpoints.save({"step": STEPS, "samples": 0, "tokens": 0, "seed": 0, "spec": spec, "plan": plan})
         checkpoints.finish()
         return said

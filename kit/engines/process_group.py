@@ -51,8 +51,8 @@ def control_group() -> Any:
 def _prepare_for_connections() -> None:
     """Lets gloo connect those ranks alone that talk, and this process open as many files and sockets as it may.
 
-    By default gloo connects all ranks with all others for each group, reading all their addresses from rank 0: 1,024
-    descriptors are gone at 250-335 ranks, and above 1,000 the reading takes longer than gloo waits (gloo #327, #419).
+    By default all connect with all, for each group: 1,024 descriptors are gone at 250-335 ranks, and above 1,000 ranks
+    reading all addresses from rank 0 takes longer than gloo waits (github.com/pytorch/gloo/issues/327 and 419).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

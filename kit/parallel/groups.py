@@ -23,8 +23,9 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
         return world
     if world.bound_device_id is not None:
         # Only tensors of the device travel along an axis. Older torch splits the gloo group of the world too.
-        alone: Any = {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
-        return dist.split_group(split_ranks=[list(ranks) for ranks in lists], group_desc=name, **alone)
+        options: Any = {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
+        options |= {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
+        return dist.split_group(split_ranks=[list(ranks) for ranks in lists], **options)
     mine = None
     for ranks in lists:
         group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, group_desc=name)
@@ -42,12 +43,9 @@ def cpu_group(name: str) -> Any:
 
 
 def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
-    """Makes the connections of a new group, if it is one of gloo's, which would otherwise be made when first needed.
+    """Makes the connections of a new group, if it is one of gloo's; raises RuntimeError if a rank does not come.
 
-    By then a rank may be gone, and gloo's wait for it does not end in time (github.com/pytorch/gloo/issues/520).
-
-    Raises:
-        RuntimeError: a rank of the group did not come; the message has the group's name.
+    Later a rank may be gone, and gloo's wait for it ends when it likes (github.com/pytorch/gloo/issues/520).
     """
     if "gloo" not in dist.get_backend_config(group):
         return
@@ -64,10 +62,7 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
 
 @contextlib.contextmanager
 def unbound_device() -> Iterator[None]:
-    """Lets another library make groups in loops: without a bound device, NCCL's communicators are made when first used.
-
-    Then those that are not in a group have nothing to do for it, and the others only with each other.
-    """
+    """Lets a library make groups in loops: without a bound device, NCCL connects their members at first use, alone."""
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
     try:

@@ -160,6 +160,7 @@ class Checkpoints:
         Raises:
             DamagedCheckpointError: the checkpoint is incomplete or damaged.
             CheckpointError: it is of another model or engine.
+            OSError: a file could not be read.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -179,8 +180,8 @@ class Checkpoints:
                 load(state, storage_reader=TensorsOnlyReader(self.path(step), description), no_dist=True)
             except CheckpointException as error:
                 for found, _ in error.failures.values():
-                    if isinstance(found, DamagedCheckpointError):
-                        raise found from error
+                    if isinstance(found, DamagedCheckpointError | OSError):
+                        raise found from error  # a file system that fails may do better next time
                 raise CheckpointError(
                     f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
                 ) from error

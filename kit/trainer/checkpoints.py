@@ -42,7 +42,7 @@ def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> En
     if run.plan.engine == "neuron":
         from kit.engines.neuron.checkpoint import NxdCheckpoints
 
-        return NxdCheckpoints(run.checkpoints, run.spec, engine, group=group, **keep)  # pyright: ignore[reportArgumentType]
+        return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
     assert isinstance(engine, PortableEngine)
     return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep), group)
 

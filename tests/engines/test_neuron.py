@@ -20,7 +20,6 @@ from kit.convert.neuron import import_nxd
 from kit.engines.neuron.checkpoint import SETTLE_STEPS, NxdCheckpoints
 from kit.engines.neuron.configuration import needed_environment
 from kit.engines.neuron.probe import probe
-from kit.engines.process_group import control_group
 from kit.errors import CheckpointError, ConfigError
 from kit.model import build_decoder
 from kit.plan import Plan
@@ -138,9 +137,7 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[
     made = len(CALLS)
     for samples, rate in zip(batches(spec, plan, engine.data_rank), (1e-3, 5e-4), strict=False):
         engine.train_step(samples, rate)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     checkpoints.save(facts(spec, plan, 2))
     checkpoints.finish()
     steps = [
@@ -220,9 +217,7 @@ def test_two_cores_train_two_steps(tmp_path, spec, recipe):
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     """Trains five steps, saves, and returns what five more give."""
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     mine = batches(spec, plan, engine.data_rank)
     for samples in mine[:5]:
         engine.train_step(samples, 1e-3)
@@ -239,9 +234,7 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    manifest = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=2, keep_last=2, keep_every=None
-    ).load(5)
+    manifest = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(5)
     assert manifest.samples == 5 * BATCH
     assert manifest.checksums.keys() == manifest.files.keys() | {"manifest.json"}
     Checkpoints(folder).verify(manifest, manifest.files)
@@ -299,9 +292,7 @@ def test_fused_shards_of_a_pipeline_are_those_that_the_converter_reads(standin, 
 
 def save_initial(spec: ModelSpec, plan: Plan, folder: Path) -> None:
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     checkpoints.save(facts(spec, plan, 5))
     checkpoints.finish()
 

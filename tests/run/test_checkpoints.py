@@ -1,5 +1,6 @@
 """Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few file calls a rank."""
 
+import errno
 import gc
 import io
 import os
@@ -20,6 +21,7 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
 from kit.run.checkpoint_ranks import alike
+from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.checkpoints import PortableCheckpoints
@@ -168,3 +170,24 @@ def meet_an_error() -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
     said = ["DamagedCheckpointError seen by rank 1", "CheckpointError seen by rank 0"]
     assert run_ranks(3, meet_an_error) == [said] * 3
+
+
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, spec: ModelSpec, monkeypatch) -> None:
+    run_ranks(1, save_thrice, tmp_path, spec)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    state = {"of.0": torch.zeros(7)}
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TensorsOnlyReader, "_slice_file", fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            checkpoints.load(3, state, spec=spec)
+    file = checkpoints.path(3) / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((7,), 30.0).numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"):
+        checkpoints.load(3, state, spec=spec)
+    checkpoints.load(3, {"of.both": torch.zeros(3)}, spec=spec)  # what is not read is not looked at

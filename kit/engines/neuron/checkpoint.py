@@ -28,13 +28,12 @@ class NxdCheckpoints:
     """`kit.trainer.checkpoints.EngineCheckpoints` of one attempt; which are kept is as in its recipe."""
 
     def __init__(
-        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, group: Any, **kept: Any
+        self, checkpoints: Checkpoints, spec: ModelSpec, engine: NeuronEngine, *, attempt: int, **kept: Any
     ) -> None:
-        self.checkpoints, self.spec, self.engine, self.attempt = checkpoints, spec, engine, attempt
-        self.group, self.kept = group, kept
+        self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
         self.pending: tuple[dict[str, Any], int] | None = None
-        self.thread, self.own_group = ThreadPoolExecutor(1), None  # in which files are looked at behind training
         self.completing: Future[None] | None = None
+        self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")  # to look at files behind training
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
@@ -75,7 +74,6 @@ class NxdCheckpoints:
         assert self.pending is not None
         (facts, _), self.pending = self.pending, None
         self.engine.nxd.finish_saving()
-        self.own_group = self.own_group or cpu_group("checkpoint")
         self.completing = self.thread.submit(self._complete, facts)
 
     def _complete(self, facts: dict[str, Any]) -> None:
@@ -90,11 +88,11 @@ class NxdCheckpoints:
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads its share of."""
         listed: list[Any] = [_sizes(folder) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(listed, src=0, group=self.own_group)
+        dist.broadcast_object_list(listed, src=0, group=self.group)
         [files] = listed
         mine = {name: checksum(folder / name) for name in _share(files)}
         told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, told, dst=0, group=self.own_group)
+        dist.gather_object(mine, told, dst=0, group=self.group)
         return files, {name: value for part in told or [] for name, value in part.items()}
 
     def load(self, step: int) -> Manifest:

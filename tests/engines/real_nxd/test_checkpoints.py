@@ -8,7 +8,6 @@ import torch
 
 from kit.convert.neuron import import_nxd
 from kit.engines.neuron.checkpoint import NxdCheckpoints
-from kit.engines.process_group import control_group
 from kit.model import build_decoder
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
@@ -46,9 +45,7 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
     storage.save_object = write_late
     engine = build(spec, plan)
-    checkpoints = NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=1, keep_last=2, keep_every=None
-    )
+    checkpoints = NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=1, keep_last=2, keep_every=None)
     mine = batches(spec, plan, engine.data_rank)[:6]
     for samples in mine[:3]:
         engine.train_step(samples, 1e-3)
@@ -61,9 +58,7 @@ def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple
 
 def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
     engine = build(spec, plan, initialise=False)
-    NxdCheckpoints(
-        Checkpoints(folder), spec, engine, group=control_group(), attempt=2, keep_last=2, keep_every=None
-    ).load(3)
+    NxdCheckpoints(Checkpoints(folder), spec, engine, attempt=2, keep_last=2, keep_every=None).load(3)
     return [engine.train_step(samples, 1e-3) for samples in batches(spec, plan, engine.data_rank)[3:6]]
 
 
