@@ -1,7 +1,6 @@
 """Single tensors out of a checkpoint: each is read, and checked, alone, however large the checkpoint is."""
 
 import io
-import os
 import pickle
 import zipfile
 from typing import IO, Any
@@ -68,32 +67,9 @@ class _CheckedReader(TensorsOnlyReader):
     """Checks each tensor before it is read: torch saves it as a zip archive, with a CRC-32 that it does not look at."""
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        found: Any = _Slice(file, sinfo.offset, sinfo.length)
+        file.seek(sinfo.offset)
+        found = io.BytesIO(file.read(sinfo.length))
         if zipfile.ZipFile(found).testzip() is not None:
             raise OSError(f"its bytes in {sinfo.relative_path} are not those that were written")
         found.seek(0)
         return found
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own; torch's (2.11 to 2.14) goes the wrong way from its end."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length = file, start, length
-        self.seek(0)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._length}[whence]
-        return self._file.seek(self._start + origin + offset) - self._start
-
-    def tell(self) -> int:
-        return self._file.tell() - self._start
-
-    def readinto(self, buffer: Any, /) -> int:
-        return self._file.readinto(memoryview(buffer)[: max(0, self._length - self.tell())])
