@@ -1,5 +1,6 @@
 """Commands on scores: eval."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ from rich.text import Text
 from kit.commands.options import JsonOption, console, tell
 from kit.errors import ConfigError, RunError
 from kit.run import Run
-from kit.show.terminal import Table
+from kit.show.terminal import PlainConsole, Table
 
 if TYPE_CHECKING:
     from kit.evaluate import EvalReport
@@ -34,6 +35,10 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="of that part, and of sampled programs")] = 1234,
     num_fewshot: Annotated[int | None, typer.Option(help="solved examples; default: the suite's or the task's")] = None,
     batch_tokens: Annotated[int, typer.Option(help="tokens in one forward pass")] = 4096,
+    precision: Annotated[str, typer.Option(help="of the weights while they score: fp32 or bf16")] = "fp32",
+    devices: Annotated[
+        int | None, typer.Option(help="of the run's site, in a job if several; default: as many as the weights need")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="score each new checkpoint until the job ends")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="with --follow: each as a job of the run's site")] = False,
     untrusted_code: Annotated[
@@ -61,7 +66,8 @@ def evaluate(
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
     options: dict[str, Any] = {
         "limit": limit, "seed": seed, "num_fewshot": num_fewshot, "batch_tokens": batch_tokens,
-        "untrusted_code": untrusted_code, "download": download, "mirror": mirror,
+        "untrusted_code": untrusted_code, "download": download, "mirror": mirror, "precision": precision,
+        "devices": devices,
     }  # fmt: skip
     asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
     if is_hugging_face_folder(Path(run)):
@@ -82,7 +88,11 @@ def evaluate(
     if follow:
         _follow(Run.open(run), chosen, options, submit, as_json)
         return
-    _print(evaluation.evaluate(Run.open(run), step, chosen, **options), suite, as_json)
+    if not as_json:
+        _tell_layout(Run.open(run), options)
+    report = evaluation.evaluate(Run.open(run), step, chosen, **options)
+    if os.environ.get("RANK", "0") == "0":  # of the ranks of a job, one speaks
+        _print(report, suite, as_json)
 
 
 def _refuse(flags: list[str], why: str) -> None:
@@ -99,6 +109,18 @@ def _folder(
     _print(report, asked, as_json)
     if not as_json:
         console().print(Text(f"Kept in {out or report_beside(folder)}"))
+
+
+def _tell_layout(run: Run, options: dict[str, Any]) -> None:
+    """Says where a score will come from, where that is not this process; the ranks of a job say nothing."""
+    from kit.evaluate.jobs import layout
+    from kit.evaluate.options import Options
+
+    if "WORLD_SIZE" not in os.environ and (plan := layout(run.spec, run.site, Options.of(options))).num_devices > 1:
+        PlainConsole(stderr=True).print(
+            f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: tensor {plan.tensor_parallel} x "
+            f"pipeline {plan.pipeline_parallel} x replicas {plan.data_parallel} ..."
+        )
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, as_json: bool) -> None:

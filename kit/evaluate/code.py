@@ -34,9 +34,13 @@ class CodeScorer:
     `isolated` raises, as `Sandbox`, unless nothing outside is within a program's reach; `limits` takes what there is.
     """
 
-    def __init__(self, isolation: Literal["isolated", "limits"] = "isolated", *, sandbox: Sandbox | None = None):
-        self._sandbox = sandbox or Sandbox(require=isolation == "isolated")
-        self.isolation = self._sandbox.isolation
+    def __init__(
+        self, isolation: Literal["isolated", "limits"] = "isolated", *, sandbox: Sandbox | None = None,
+        idle: bool = False,
+    ) -> None:  # fmt: skip
+        """Of several processes that make the same calls, all but one are `idle`: they run nothing and report zeros."""
+        self._sandbox = None if idle else sandbox or Sandbox(require=isolation == "isolated")
+        self.isolation = "" if self._sandbox is None else self._sandbox.isolation
 
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Any = None
@@ -46,7 +50,11 @@ class CodeScorer:
         `references` are the tests of the problems, `predictions` the programs for each. Which k are reported follows
         from the number of programs, not from what the harness asks for.
         """
-        outcomes = [self._run_all(programs, test) for programs, test in zip(predictions, references, strict=True)]
+        if self._sandbox is None:
+            return {f"pass@{k}": 0.0 for k in REPORTED_K if k <= min(map(len, predictions))}, []
+        outcomes = [
+            self._run_all(self._sandbox, programs, test) for programs, test in zip(predictions, references, strict=True)
+        ]
         count = min(map(len, outcomes))
         return {
             f"pass@{k}": sum(pass_at_k(len(found), sum(o.passed for o in found), k) for found in outcomes)
@@ -61,10 +69,8 @@ class CodeScorer:
         with swapped(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
             yield
 
-    def _run_all(self, programs: Sequence[str], test: str) -> list[Outcome]:
+    def _run_all(self, sandbox: Sandbox, programs: Sequence[str], test: str) -> list[Outcome]:
         distinct = list(dict.fromkeys(programs))  # a small model often writes the same program again
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = dict(
-                zip(distinct, pool.map(lambda program: self._sandbox.run(program, test), distinct), strict=True)
-            )
+            found = dict(zip(distinct, pool.map(lambda program: sandbox.run(program, test), distinct), strict=True))
         return [found[program] for program in programs]

@@ -69,12 +69,19 @@ def evaluate_folder(
         ConfigError: as `import_hugging_face`, or `out` holds scores of other weights or another tokenizer.
         DataError: the folder cannot be read, or has no tokenizer.
     """
+    import torch
+
     from kit.convert.hugging_face import import_hugging_face
+    from kit.evaluate.ranks import DTYPES, Share
 
     folder, chosen, requests = Path(folder), Options.of(options), check_request(tasks)
+    if chosen.devices not in (None, 1):
+        raise ConfigError(
+            f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a folder."
+        )
     file, start = out or report_beside(folder), time.perf_counter()
     check_keepable(file)
-    lone, model = load_tokenizer(folder), import_hugging_face(folder).decoder()  # cheap refusals first
+    lone, model = load_tokenizer(folder), import_hugging_face(folder).decoder(DTYPES[chosen.precision])
     tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(
         name=folder.resolve().name, checkpoint=str(folder.resolve()), weights_sha256=_weights_sha256(folder),
@@ -82,7 +89,8 @@ def evaluate_folder(
     )  # fmt: skip
     if file.exists():
         _check_same_model(file, report)
-    found = score_all(model, tokenizer, model.spec.sequence_length, requests, chosen, None, skip=isinstance(tasks, str))
+    share = Share(model=model, device=torch.device("cpu"))
+    found = score_all(share, tokenizer, model.spec.sequence_length, requests, chosen, None, skip=isinstance(tasks, str))
     return keep_scores(file, report, found, start)
 
 

@@ -2,20 +2,20 @@
 
 import dataclasses
 import importlib.metadata
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster.job import Job, JobSpec
+from cluster.job import Job
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError
 from kit.evaluate import Options, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest, num_files
+from kit.evaluate.jobs import eval_job, layout
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.run import Run
 
@@ -55,7 +55,7 @@ def follow_run(
     Args:
         run: at any time of its life. Only `eval/` is written.
         tasks: as in `evaluate`.
-        submit: score each checkpoint in a job of one process on the run's site, recorded in `eval/jobs/step_N/`.
+        submit: score each checkpoint in a job of the run's site, recorded in `eval/jobs/step_N/`.
         poll_s: time between two looks.
         idle: waits between two looks; a KeyboardInterrupt raised by it ends the following in good order.
         options: see `Options`.
@@ -65,6 +65,7 @@ def follow_run(
     """
     run = Run.open(run) if isinstance(run, str | Path) else run
     chosen, requests = Options.of(options), check_request(tasks)
+    layout(run.spec, run.site, chosen)
     pending: dict[int, Job] = {}
     done: set[int] = set()
     held: dict[int, int] = {}
@@ -131,7 +132,7 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     tried = {item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files}
     asked = [options.applied(request) for request in requests]
     return same and report.tokenizer_sha256 == dataset.info.tokenizer_sha256 and all(
-        request.question in tried or any(score.answers(request, options.seed) for score in current)
+        request.question in tried or any(score.answers(request, options.seed, options.precision) for score in current)
         for request in asked
     )  # fmt: skip
 
@@ -144,20 +145,6 @@ def _is_current(score: TaskScore, heldout: Path, mirror: Path, options: Options)
         return False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
     held = [(heldout if data.origin == "corpus" else mirror / data.path, data) for data in score.data]
     return all(data.origin == "hub" or not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
-
-
-def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
-    """Returns the job that scores one checkpoint: one process, one node, with the command that a user would type."""
-    chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
-    argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
-    for field in dataclasses.fields(options):
-        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
-        if value != field.default:
-            argv += [flag] if value is True else [flag, str(value)]
-    folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
-    return JobSpec(
-        name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=1, max_restarts=0
-    )
 
 
 def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job | Followed:

@@ -205,6 +205,7 @@ def score_task(
         total_items=full or items["original"],
         limit=None if chosen is None else limit,
         seed=seed if chosen is not None or loaded.request.temperature else None,
+        precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
         shots_asked=loaded.request.shots,

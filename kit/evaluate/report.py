@@ -83,6 +83,7 @@ class TaskScore(Record):
     total_items: int = field_doc("items of the whole split")
     limit: int | None = field_doc("items asked for, drawn at random; None when all were scored", default=None)
     seed: int | None = field_doc("of that draw and of sampled texts; None where nothing is random", default=None)
+    precision: str = field_doc("of the weights: scores in bf16 are not those in fp32", default="fp32")
     num_truncated: int = field_doc("prompts cut on the left to the model's sequence length", default=0)
     num_fewshot: int = field_doc("solved examples in the prompt")
     shots_asked: int | None = field_doc("solved examples asked for; None: what the task defines", default=None)
@@ -106,12 +107,12 @@ class TaskScore(Record):
         """`TaskRequest.question` that this is the answer to."""
         return self.task, self.shots_asked, *self.key[2:]
 
-    def answers(self, request: TaskRequest, seed: int) -> bool:
-        """Returns whether scoring `request` with `seed` again would ask nothing new.
+    def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
+        """Returns whether scoring `request` again with that seed and precision would ask nothing new.
 
         A score of all items is better than one of a part, and is kept in its place.
         """
-        if request.question not in (self.key, self.question):
+        if request.question not in (self.key, self.question) or self.precision != precision:
             return False
         if self.limit is None and (self.seed is None or self.temperature):
             return self.seed in (None, seed)
@@ -191,20 +192,29 @@ class EvalReport(Record):
         return _named("The report", "task", task, {score.task: score for score in reversed(self.scores)})
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where the question is the same; costs add up.
+        """Returns this report with the scores of `other`, which win where question and precision are the same.
+
+        Costs add up.
 
         A partial score never takes the place of a complete one.
         """
-        scores = {score.key: score for score in self.scores}
+        scores = {(score.key, score.precision): score for score in self.scores}
         for score in other.scores:
-            old = scores.get(score.key)
+            old = scores.get((score.key, score.precision))
             if old is None or old.partial or not score.partial:
-                scores[score.key] = score
+                scores[score.key, score.precision] = score
         done = {question for score in scores.values() for question in (score.key, score.question)}
         unscored = {item.question: item for item in (*self.unscored, *other.unscored)}
         left = tuple(item for question, item in unscored.items() if question not in done)
         seconds = self.seconds + other.seconds
         return dataclasses.replace(other, scores=tuple(scores.values()), unscored=left, seconds=seconds)
+
+    def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
+        """Returns the part of this report that answers these requests."""
+        scores = (s for s in self.scores if any(s.answers(request, seed, precision) for request in requests))
+        asked = [request.question for request in requests]
+        unscored = (item for item in self.unscored if item.question in asked)
+        return dataclasses.replace(self, scores=tuple(scores), unscored=tuple(unscored))
 
     def write_merged(self, file: Path) -> None:
         """Writes the report; scores of other tasks that `file` already holds are kept.
@@ -285,7 +295,8 @@ def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
         "chance": f"{score.chance:.3f}" if accuracy else "",
         "coverage": score.coverage,
         "shots": str(score.num_fewshot),
-        "version": f"task {score.task_version}, lm-eval {score.harness_version}",
+        "version": f"task {score.task_version}, lm-eval {score.harness_version}"
+        + (f", {score.precision}" if score.precision != "fp32" else ""),
         "data": _data(score.data),
         "seconds": f"{score.seconds:.1f}",
     }

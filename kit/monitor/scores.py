@@ -26,12 +26,14 @@ class ScoreCurve:
     partial: np.ndarray  # bool: a part of the items was scored
     chance: float  # accuracy of guessing; NaN where there is nothing to guess
     temperature: float = 0.0  # of sampled texts
+    precision: str = "fp32"  # of the weights
 
     @property
     def name(self) -> str:
-        """Task, shots and temperature, for a legend."""
-        shots = f", {self.num_fewshot} shots" if self.num_fewshot else ""
-        return f"{self.task}{shots}" + (f", temperature {self.temperature:g}" if self.temperature else "")
+        """Task, shots, temperature and precision, for a legend."""
+        name = self.task + (f", {self.num_fewshot} shots" if self.num_fewshot else "")
+        name += f", temperature {self.temperature:g}" if self.temperature else ""
+        return name + (f", {self.precision}" if self.precision != "fp32" else "")
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each checkpoint; NaN is what is not known."""
@@ -56,12 +58,12 @@ def eval_reports(run: Run) -> list[EvalReport]:
 
 
 def eval_curve(run: Run) -> list[ScoreCurve]:
-    """Returns a curve for each task (with its number of shots) that was scored at any checkpoint of the run."""
+    """Returns a curve for each task (with its number of shots, and in each precision) that was scored at any checkpoint of the run."""
     points: dict[tuple, list[tuple[EvalReport, TaskScore]]] = {}
     for report in eval_reports(run):
         for score in report.scores:
             if score.metrics:
-                points.setdefault(score.key, []).append((report, score))
+                points.setdefault((score.key, score.precision), []).append((report, score))
     return [_curve(found) for found in points.values()]
 
 
@@ -84,6 +86,7 @@ def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
         partial=np.array([score.partial for _, score in points]),
         chance=float("nan") if first.chance is None else first.chance,
         temperature=first.temperature,
+        precision=first.precision,
     )
 
 
@@ -113,6 +116,7 @@ class ScoreFollower:
     def _new(self, report: EvalReport, score: TaskScore) -> dict[str, float]:
         shots = f"_{score.num_fewshot}_shots" if score.num_fewshot else ""
         shots += f"_temperature_{score.temperature:g}" if score.temperature else ""
+        shots += f"_{score.precision}" if score.precision != "fp32" else ""
         values = {}
         for metric in score.metrics:
             name = f"eval/{score.task}{shots}/{metric.name.replace(',', '_')}"

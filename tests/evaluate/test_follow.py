@@ -13,7 +13,8 @@ from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Metric, Options, TaskScore, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
-from kit.evaluate.follow import eval_job, follow_run, has_scores
+from kit.evaluate.follow import follow_run, has_scores
+from kit.evaluate.jobs import eval_job
 from kit.evaluate.resolver import DataSource
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
@@ -107,11 +108,11 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
     """Each option differs from its default here, so that one more cannot be forgotten."""
     given = Options(
         limit=5, seed=7, num_fewshot=2, mirror=tmp_path / "my mirror", download=True, batch_tokens=100,
-        untrusted_code="limits",
+        untrusted_code="limits", precision="bf16", devices=2,
     )  # fmt: skip
     assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
     job = eval_job(run, 3, "smoke", given)
-    assert job.argv[1:4] == ("-m", "kit", "eval")
+    assert job.argv[1:4] == ("-m", "kit", "eval") and job.num_processes == 2
     asked = {}
 
     def caught(run, step, tasks, **options):

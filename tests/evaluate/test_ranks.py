@@ -9,11 +9,13 @@ from lm_eval.api.instance import Instance
 from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.site import Site
-from kit.convert import load_model
-from kit.errors import CheckpointError, ConfigError
+from kit.convert import load_model, run_weights
+from kit.convert.weights import Weights
+from kit.errors import CheckpointError
 from kit.evaluate.adapter import DecoderLM
 from kit.evaluate.ranks import load_on_ranks
 from kit.model import build_decoder
+from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -67,45 +69,99 @@ def results(lm: DecoderLM) -> dict[str, Any]:
     }
 
 
-def on_rank(run: Run, tokenizer: Any, tensor_parallel: int) -> tuple[dict[str, Any], int]:
-    decoder, group = load_on_ranks(run, tensor_parallel=tensor_parallel)
-    calls, hidden = [], decoder.hidden
-    decoder.hidden = lambda *inputs: calls.append(1) or hidden(*inputs)  # type: ignore[method-assign]
-    return results(DecoderLM(decoder, tokenizer, sequence_length=64, batch_tokens=256, group=group)), len(calls)
+def on_rank(run: Run, tokenizer: Any, plan: Plan) -> tuple[dict[str, Any], int]:
+    share = load_on_ranks(run_weights(run), plan, torch.device("cpu"))
+    calls, hidden = [], share.model.hidden
+    share.model.hidden = lambda *inputs: calls.append(1) or hidden(*inputs)  # type: ignore[method-assign]
+    lm = DecoderLM(share.model, tokenizer, sequence_length=64, batch_tokens=256, group=share.replicas)
+    return results(lm), len(calls)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
-@pytest.mark.parametrize(("family", "ranks", "tensor_parallel"), [("llama", 2, 1), ("llama", 2, 2), ("gpt", 4, 2)])
-def test_ranks_equal_one_process(family: str, ranks: int, tensor_parallel: int, tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tensor", "stages", "replicas"),
+    [
+        ("llama", 1, 1, 2),
+        ("llama", 2, 1, 1),
+        ("gpt", 2, 1, 2),
+        ("llama", 1, 2, 1),
+        ("gpt", 1, 2, 1),
+        ("llama", 2, 2, 1),
+    ],
+)
+def test_ranks_equal_one_process(
+    family: str, tensor: int, stages: int, replicas: int, tokenizer, tmp_path: Path
+) -> None:
     run = run_of(SPECS[family], tmp_path / "run")
     alone = DecoderLM(load_model(run), tokenizer, sequence_length=64, batch_tokens=256)
     expected = results(alone)
-    found = run_ranks(ranks, on_rank, run, tokenizer, tensor_parallel)
+    plan = Plan(
+        tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=replicas, global_batch_size=replicas
+    )  # fmt: skip
+    found = run_ranks(plan.num_devices, on_rank, run, tokenizer, plan)
     for answer, calls in found:
         assert answer["scores"] == pytest.approx(expected["scores"], abs=1e-4)
         assert answer["rolling"] == pytest.approx(expected["rolling"], rel=1e-6)
         for exact in ("greedy choices", "texts", "samples"):
             assert answer[exact] == expected[exact]
         assert calls > 0
-    if tensor_parallel == 1:
+    if tensor == stages == 1:
         assert [answer for answer, _ in found][0] == [answer for answer, _ in found][-1]
     assert len(set(expected["texts"])) > 2 and len(set(expected["samples"])) > 2
 
 
+def held(run: Run, plan: Plan) -> tuple[set[torch.dtype], int, list[str]]:
+    """Returns dtypes and bytes of this rank's weights, and which weights it has read."""
+    weights, read = run_weights(run), []
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        read.append(name)
+        weights.fill(name, target)
+
+    share = load_on_ranks(Weights(run.spec, fill), plan, torch.device("cpu"))
+    parameters = [local(parameter) for parameter in share.model.parameters()]
+    return {p.dtype for p in parameters}, sum(p.nbytes for p in parameters), read
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_a_rank_reads_and_holds_its_share_only_in_the_precision_asked_for(tmp_path: Path) -> None:
+    spec = SPECS["gpt"]
+    run = run_of(spec, tmp_path / "run")
+    plan = Plan(tensor_parallel=2, pipeline_parallel=2, precision="bf16")
+    found = run_ranks(4, held, run, plan)
+    assert all(dtypes == {torch.bfloat16} for dtypes, _, _ in found)
+    assert all(size < 0.4 * 2 * spec.num_params for _, size, _ in found)  # a tied embedding is on both stages
+    assert {name[:8] for name in found[0][2]} == {"embeddin", "layers.0"}
+    assert {name[:8] for name in found[3][2]} == {"layers.1", "norm.wei", "norm.bia", "embeddin"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_damage_that_one_rank_sees_is_told_by_all(tmp_path: Path) -> None:
     run = run_of(SPECS["llama"], tmp_path / "run")
-    assert run_ranks(3, refusal, run, 2) == ["plan: tensor 2 x pipeline 1 x data 1 = 2 processes, but 3"] * 3
-    assert run_ranks(3, refusal, run, 3)[0].startswith("spec.num_heads: 4 is not divisible by tensor_parallel = 3")
-    empty = Run.create(tmp_path / "new", spec=run.spec, plan=run.plan, recipe=run.recipe, site=run.site)
+    damaged = "layers.1.feed_forward.up.weight"
+    found = run_ranks(2, refusal, run, Plan(pipeline_parallel=2), damaged)
+    assert found == [f"{damaged} is damaged"] * 2
+
+
+def refusal(run: Run, plan: Plan, damaged: str) -> str:
+    weights = run_weights(run)
+
+    def fill(name: str, target: torch.Tensor) -> None:
+        if name == damaged:
+            raise CheckpointError(f"{name} is damaged")
+        weights.fill(name, target)
+
+    with pytest.raises(CheckpointError) as error:
+        load_on_ranks(Weights(run.spec, fill), plan, torch.device("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    plan, recipe = Plan(), Recipe(data="none", num_steps=3)
+    empty = Run.create(tmp_path / "new", spec=SPECS["gpt"], plan=plan, recipe=recipe, site=Site.load("laptop"))
     with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
-        load_on_ranks(empty)
-
-
-def refusal(run: Run, tensor_parallel: int) -> str:
-    with pytest.raises(ConfigError) as error:
-        load_on_ranks(run, tensor_parallel=tensor_parallel)
-    return str(error.value).split(" were ")[0]
+        run_weights(empty)
 
 
 def test_torch_is_seeded_by_nothing_here() -> None:

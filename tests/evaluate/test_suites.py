@@ -60,6 +60,8 @@ def full_mirror(mirror: Path, tmp_path_factory, write_rows) -> Path:
 class _Canned(LM):
     """Answers each prompt with a text chosen by a rule, and likes the first of all choices best."""
 
+    precision = "fp32"
+
     def __init__(self, answer) -> None:
         super().__init__()
         self.answer, self.num_truncated, self.prompts, self.options = answer, 0, [], []

@@ -1,0 +1,114 @@
+"""Evaluation as a job of a run's site: how its devices share a model too large for one, and the job that does it."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import cluster
+from cluster.job import JobSpec
+from cluster.render import nodes_for
+from cluster.site import Site
+from cluster.state import JobState
+from kit.errors import ConfigError, RunError, kit_command
+from kit.evaluate.options import PRECISIONS, Options
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+
+HEADROOM = 1.2
+"""Of a device's memory, over the weights: activations, logits, keys and values."""
+
+
+def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> Plan:
+    """Returns how the devices share a model: few tensor ranks of one node, or else pipeline stages over nodes.
+
+    As few as the weights need; whatever devices there are beside these are replicas, which share out the items.
+    Without `options.devices`, and outside a job of several `ranks`, there are none.
+
+    Raises:
+        ConfigError: so many devices cannot share this model, or do not hold it, or are not those that were started.
+    """
+    asked = options.devices or (ranks if ranks > 1 else None)
+    if ranks > 1 and asked != ranks:
+        raise ConfigError(f"devices: {asked} were asked for, but {ranks} processes were started. Start as many.")
+    node = site.devices_per_node
+    counts = [asked] if asked else [*range(1, node + 1), *range(2 * node, spec.num_layers * node + 1, node)]
+    found = next((plan for count in counts if (plan := _split(spec, site, options.precision, count))), None)
+    if found is not None:
+        return found
+    weights = f"{PRECISIONS[options.precision] * spec.num_params / 1e9:,.1f} GB of weights in {options.precision}"
+    degrees = ", ".join(str(degree) for degree in range(1, node + 1) if not _indivisible(spec, degree))
+    memory = site.device.memory_bytes
+    raise ConfigError(
+        f"devices: {asked or 'no number of them'} cannot share {spec.name}: {weights}, devices of {site.name} with "
+        f"{f'{memory.value / 1e9:,.1f} GB' if memory else 'unknown memory'}, {node} a node; tensor ranks in a node: "
+        f"{degrees}; stages: divisors of {spec.num_layers} layers; beyond one node, whole nodes. Give another number, "
+        f"precision bf16, or a run whose site has more."
+    )
+
+
+def _indivisible(spec: ModelSpec, tensor: int) -> bool:
+    return any(n % tensor for n in (spec.num_heads, spec.num_kv_heads, spec.ffn_hidden_size, spec.vocab_size))
+
+
+def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> Plan | None:
+    """Returns the layout with the fewest stages, then the fewest tensor ranks, that fits; None if there is none."""
+    local, node = site.scheduler == "local", site.devices_per_node
+    if devices > node and devices % node and not local:
+        return None
+    memory = site.device.memory_bytes.value if site.device.memory_bytes else float("inf")
+    if local:  # whose processes share one memory
+        memory *= node / devices
+    needed = HEADROOM * PRECISIONS[precision] * spec.num_params
+    for stages in range(1, 2 if local else max(1, devices // node) + 1):
+        for tensor in range(1, min(node, devices) + 1):
+            replicas, rest = divmod(devices, stages * tensor)
+            across = devices > node and node % tensor  # a group would lie on two nodes
+            if rest or across or spec.num_layers % stages or _indivisible(spec, tensor):
+                continue
+            if needed <= memory * stages * tensor:
+                return Plan(
+                    tensor_parallel=tensor, pipeline_parallel=stages, data_parallel=replicas,
+                    global_batch_size=replicas, precision=precision,  # pyright: ignore[reportArgumentType]
+                )  # fmt: skip
+    return None
+
+
+def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> JobSpec:
+    """Returns the job that scores one checkpoint: each process runs the command that a user would type.
+
+    Raises:
+        ConfigError: as `layout`.
+    """
+    chosen = ["--suite", tasks] if isinstance(tasks, str) else ["--tasks", ",".join(tasks)]
+    argv = [sys.executable, "-m", "kit", "eval", str(run.directory), "--step", str(step), *chosen]
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if value != field.default:
+            argv += [flag] if value is True else [flag, str(value)]
+    folder = run.directory / "eval" / "jobs" / f"step_{step:08d}"
+    devices = layout(run.spec, run.site, options).num_devices
+    num_nodes = 1 if run.site.scheduler == "local" else nodes_for(devices, run.site)
+    return JobSpec(
+        name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=devices,
+        num_nodes=num_nodes, max_restarts=0,
+    )  # fmt: skip
+
+
+def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> None:
+    """Scores a checkpoint in a job of the run's site and returns when that is done; an interrupt ends the job.
+
+    Raises:
+        ConfigError, JobError: the site cannot run it.
+        RunError: it did not come to its end.
+    """
+    job = cluster.submit(eval_job(run, step, tasks, options), run.site)
+    try:
+        status = job.wait()
+    except KeyboardInterrupt:
+        job.cancel()
+        raise
+    if status.state is not JobState.DONE:
+        words = job.logs(0).strip().splitlines()
+        raise RunError(f"{run.name}, step {step}: not scored: {words[-1] if words else status.reason}. All that it "
+                       f"said: `{kit_command('logs', job.run_dir)}`.")  # fmt: skip

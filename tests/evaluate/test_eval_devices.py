@@ -1,0 +1,153 @@
+"""`kit eval --devices`: which layout a model gets, and that a job's ranks score as one process does."""
+
+import dataclasses
+import json
+import os
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cluster.site import Fact, Site
+from kit.commands.app import app
+from kit.errors import ConfigError, RunError
+from kit.evaluate import EvalReport, Options, check_request, evaluate, evaluate_model, report_file
+from kit.evaluate.follow import has_scores
+from kit.evaluate.jobs import HEADROOM, eval_job, layout
+from kit.monitor import eval_curve
+from kit.monitor.scores import ScoreFollower
+from kit.run import Run
+from kit.spec import ModelSpec
+from tests.evaluate.conftest import SPEC
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
+
+FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
+
+
+@pytest.mark.parametrize(
+    ("model", "site", "options", "expected"),
+    [
+        ("hlat-7b", "frontier", {}, (1, 1, 1)),
+        ("hlat-7b", "frontier", {"devices": 8}, (1, 1, 8)),
+        ("hlat-70b", "frontier", {}, (8, 1, 1)),
+        ("hlat-70b", "frontier", {"precision": "bf16"}, (4, 1, 1)),
+        ("hlat-70b", "frontier", {"precision": "bf16", "devices": 16}, (4, 1, 4)),
+        ("gpt-175b", "frontier", {"precision": "bf16"}, (8, 1, 1)),
+        ("gpt-175b", "frontier", {}, (8, 2, 1)),
+        ("gpt-1t", "frontier", {"precision": "bf16"}, (8, 8, 1)),
+        ("demo", "laptop", {}, (1, 1, 1)),
+        ("demo", "laptop", {"devices": 2}, (1, 1, 2)),
+    ],
+)
+def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, expected):
+    spec, given = ModelSpec.preset(model), Options.of(options)
+    plan = layout(spec, Site.load(site), given)
+    assert (plan.tensor_parallel, plan.pipeline_parallel, plan.data_parallel) == expected
+    plan.check(spec, plan.num_devices)
+    assert layout(spec, Site.load(site), given.__class__(precision=given.precision), plan.num_devices) == plan
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "ranks", "message"),
+    [
+        ("hlat-70b", {"devices": 2}, 1, "devices: 2 cannot share hlat-70b: 275.9 GB of weights in fp32.*68.7 GB, 8 a"),
+        ("hlat-70b", {"devices": 12}, 1, "devices: 12 cannot share .*whole nodes"),
+        ("hlat-70b", {"devices": 3, "precision": "bf16"}, 1, "tensor ranks in a node: 1, 2, 4, 8; stages: divisors of"),
+        ("hlat-7b", {"devices": 4}, 2, "devices: 4 were asked for, but 2 processes were started"),
+        ("hlat-7b", {"devices": 0}, 1, "devices: 0 is not allowed"),
+        ("hlat-7b", {"precision": "fp16"}, 1, "precision: 'fp16' is not allowed. Give fp32 or bf16"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(model, options, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        layout(ModelSpec.preset(model), FRONTIER, Options.of(options), ranks)
+
+
+def test_a_site_without_room_for_a_model_says_so():
+    small = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=Fact(value=1e6, source="made up")))
+    with pytest.raises(ConfigError, match="devices: no number of them cannot|devices: no number"):
+        layout(ModelSpec.preset("hlat-7b"), small, Options())
+
+
+def with_memory(run: Run, share: float) -> Run:
+    """Returns a run whose site, of two devices, has memory for so much of what a scored model needs."""
+    memory = Fact(value=share * HEADROOM * 4 * SPEC.num_params / 2, source="made up")
+    site = LAPTOP.replace(devices_per_node=2, device=LAPTOP.device.replace(memory_bytes=memory))
+    site.write(run.directory / "site.json")
+    return Run.open(run.directory)
+
+
+def scored(run: Run, mirror, **options) -> EvalReport:
+    torch.set_num_threads(1)
+    return evaluate(run, tasks=("heldout", "piqa"), mirror=mirror, **options)
+
+
+def values(report: EvalReport) -> list[float]:
+    return [metric.value for task in ("heldout", "piqa") for metric in report[task].metrics]
+
+
+@pytest.mark.parametrize(("share", "tensor"), [(1.5, 2), (2.5, 1)])
+def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, mirror, share, tensor):
+    expected = values(scored(run, mirror))
+    report_file(run, 3).unlink()
+    run = with_memory(run, share)
+    assert layout(run.spec, run.site, Options(devices=2)).tensor_parallel == tensor
+    for report in run_ranks(2, scored, run, mirror):
+        assert values(report) == pytest.approx(expected, abs=1e-5)
+    kept = EvalReport.read(report_file(run, 3))
+    assert values(kept) == values(report) and kept["piqa"].seconds > 0
+
+
+def test_scores_in_bf16_are_others_and_both_are_kept(run, mirror):
+    fp32, bf16 = scored(run, mirror), scored(run, mirror, precision="bf16")
+    assert 0 < abs(fp32["heldout"].metrics[0].value - bf16["heldout"].metrics[0].value) < 0.05
+    kept = EvalReport.read(report_file(run, 3))
+    assert sorted((score.task, score.precision) for score in kept.scores) == [
+        (task, precision) for task in ("heldout", "piqa") for precision in ("bf16", "fp32")
+    ]
+    assert ", bf16" in kept.to_text()
+    assert [curve.name for curve in eval_curve(run)] == ["heldout", "piqa", "heldout, bf16", "piqa, bf16"]
+    assert {"eval/heldout/bits_per_byte", "eval/heldout_bf16/bits_per_byte"} <= set(ScoreFollower(run).read()[0][2])
+    requests = check_request(("heldout",))
+    given = Options(mirror=mirror)
+    only = kept.replace(scores=tuple(score for score in kept.scores if score.precision == "bf16"))
+    only.write(report_file(run, 3))
+    assert has_scores(run, 3, requests, dataclasses.replace(given, precision="bf16"))
+    assert not has_scores(run, 3, requests, given)
+    scored(run, mirror)
+    assert len(EvalReport.read(report_file(run, 3)).scores) == 4
+
+
+def test_a_job_of_two_devices_scores_and_is_told(run, mirror, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    expected = scored(run, mirror, limit=5)
+    run = with_memory(run, 1.5)
+    command = ["eval", str(run.directory), "--tasks", "piqa", "--limit", "5", "--seed", "4", "--devices", "2"]
+    answer = CliRunner().invoke(app, [*command, "--mirror", str(mirror)], catch_exceptions=False)
+    assert "on 2 devices of laptop: tensor 2 x pipeline 1 x replicas 1" in answer.stderr
+    assert "piqa" in answer.stdout and "heldout" not in answer.stdout, "what was asked for"
+    job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
+    assert job["num_processes"] == 2
+    assert [score.seed for score in EvalReport.read(report_file(run, 3)).scores if score.task == "piqa"] == [4]
+    assert expected["piqa"].num_items == 5
+
+
+def test_a_job_that_fails_says_its_last_words(run, mirror, monkeypatch):
+    run = with_memory(run, 1.5)
+    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=("/bin/sh", "-c", "echo bad luck; exit 3"))
+    monkeypatch.setattr("kit.evaluate.jobs.eval_job", lambda *_: failing)
+    with pytest.raises(RunError, match="step 3: not scored: bad luck. All that it said: .*kit logs"):
+        scored(run, mirror, devices=2)
+
+
+def test_what_belongs_to_a_run_is_refused_elsewhere(run, mirror, tiny_decoder, tokenizer, tmp_path):
+    options: list[dict[str, Any]] = [{"devices": 2}, {"precision": "bf16"}]
+    for option in options:
+        with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
+            evaluate_model(tiny_decoder, tokenizer, 64, ("piqa",), mirror=mirror, **option)
+    job = eval_job(run, 3, ("piqa",), Options())
+    assert job.num_processes == job.num_nodes == 1 and "--devices" not in job.argv
+    assert "WORLD_SIZE" not in os.environ
