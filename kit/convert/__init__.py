@@ -7,24 +7,27 @@ from kit.run import Run
 if TYPE_CHECKING:
     from kit.convert.weights import Weights
     from kit.model import Decoder
+    from kit.run.checkpoint import Manifest
 
 
-def run_weights(run: Run, step: int | None = None) -> "Weights":
+def run_weights(run: Run, step: int | None = None, *, described: "tuple[Manifest, bytes] | None" = None) -> "Weights":
     """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
+
+    `described` is what `Checkpoints.describe` gives, where it is known already.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where it is damaged.
     """
     from kit.convert.weights import Weights
 
-    step = run.checkpoints.newest() if step is None else step
-    if run.checkpoints.manifest(step).plan.engine == "neuron":
+    described = described or run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    if described[0].plan.engine == "neuron":
         from kit.convert.neuron import import_nxd
 
-        return import_nxd(run.checkpoints.path(step), run.spec)
+        return import_nxd(run.checkpoints.path(described[0].step), run.spec)
     from kit.run.checkpoint_tensors import CheckpointTensors
 
-    tensors = CheckpointTensors(run.checkpoints, step, run.spec)
+    tensors = CheckpointTensors(run.checkpoints, described, run.spec)
     return Weights(run.spec, lambda name, target: tensors.fill(f"model.{name}", target))
 
 

@@ -40,7 +40,7 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     folder = Path(folder)
     refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
-    tensors = CheckpointTensors(run.checkpoints, step, run.spec)
+    tensors = CheckpointTensors(run.checkpoints, run.checkpoints.describe(step), run.spec)
     with whole_folder(folder) as part:
         tag = part / f"global_step{step}"
         for name, shape in parameter_shapes(run.spec).items():

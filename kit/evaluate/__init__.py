@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kit.convert import run_weights
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, num_files, suite
 from kit.evaluate.jobs import layout, score_in_job
@@ -80,7 +79,7 @@ def evaluate(
     from kit.evaluate.ranks import opened
 
     start = time.perf_counter()
-    with opened(run_weights(run, checkpoint.step), plan) as share:
+    with opened(run, checkpoint.step, plan) as share:
         found = score_all(
             share, dataset.tokenizer(), run.spec.sequence_length, requests, chosen,
             dataset.directory / VALIDATION_TEXT, skip=isinstance(tasks, str),

@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from kit.convert import run_weights
 from kit.convert.weights import Weights
 from kit.engines.process_group import start_process_group
-from kit.errors import CheckpointError, DataError
 from kit.model import Decoder, Past
 from kit.parallel.apply import build_decoders
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
+from kit.run import Run
+from kit.run.checkpoint_ranks import alike, describe_together
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -48,20 +50,20 @@ class Share:
 
 
 @contextlib.contextmanager
-def opened(weights: Weights, plan: Plan) -> Iterator[Share]:
-    """Within the context, this process holds its share of a model; of several processes, all must enter it.
+def opened(run: Run, step: int, plan: Plan) -> Iterator[Share]:
+    """Within the context, this process holds its share of a checkpoint's model; of several processes, all must enter.
 
     Raises:
         ConfigError: the plan does not fit the model, or the number of processes.
-        CheckpointError: a weight of some rank is damaged.
+        CheckpointError: there is no complete checkpoint at that step, or a weight of some rank is damaged.
     """
     if plan.num_devices == 1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        yield Share(model=weights.decoder(DTYPES[plan.precision]).to(device), device=device)
+        yield Share(model=run_weights(run, step).decoder(DTYPES[plan.precision]).to(device), device=device)
         return
     inside = dist.is_initialized()
     device = torch.device("cpu") if inside else start_process_group()
-    yield load_on_ranks(weights, plan, device)
+    yield load_on_ranks(run_weights(run, described=describe_together(run.checkpoints, step)), plan, device)
     dist.barrier()
     if not inside:
         dist.destroy_process_group()
@@ -81,24 +83,12 @@ def load_on_ranks(weights: Weights, plan: Plan, device: torch.device) -> Share:
         torch.set_default_dtype(before)
     if plan.tensor_parallel > 1 and decoder.output is not None:
         _gather_logits(decoder, mesh["tensor"])
-    _fill(decoder.eval(), weights)
-    model = decoder if plan.pipeline_parallel == 1 else Stage(decoder, mesh["pipeline"].get_group())
-    return Share(model=model, device=device, replicas=data_axis(mesh, plan).get_group())
-
-
-def _fill(decoder: Decoder, weights: Weights) -> None:
-    """Fills this rank's weights; what is wrong with those of any rank is raised on all."""
-    problem = ""
-    try:
-        for name, parameter in decoder.named_parameters():
+    with alike():
+        for name, parameter in decoder.eval().named_parameters():
             tied = name == "output.weight" and weights.spec.tied_embeddings  # on a last stage without the embedding
             weights.fill("embedding.tokens.weight" if tied else name, parameter.detach())
-    except (CheckpointError, DataError) as error:
-        problem = str(error)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
-    if any(told):
-        raise CheckpointError(next(filter(None, told)))
+    model = decoder if plan.pipeline_parallel == 1 else Stage(decoder, mesh["pipeline"].get_group())
+    return Share(model=model, device=device, replicas=data_axis(mesh, plan).get_group())
 
 
 def _gather_logits(decoder: Decoder, mesh: DeviceMesh) -> None:

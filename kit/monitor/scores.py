@@ -58,7 +58,7 @@ def eval_reports(run: Run) -> list[EvalReport]:
 
 
 def eval_curve(run: Run) -> list[ScoreCurve]:
-    """Returns a curve for each task (with its number of shots, and in each precision) that was scored at any checkpoint of the run."""
+    """Returns a curve for each task, number of shots and precision that was scored at any checkpoint of the run."""
     points: dict[tuple, list[tuple[EvalReport, TaskScore]]] = {}
     for report in eval_reports(run):
         for score in report.scores:

@@ -1,44 +1,39 @@
 """Single tensors out of a checkpoint: each is read, and checked, alone, however large the checkpoint is."""
 
-import io
 import pickle
-import zipfile
-from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from kit.errors import CheckpointError, kit_command
-from kit.run.checkpoint import MANIFEST, Checkpoints, checksum
+from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
+from kit.run.checkpoint import Checkpoints, Manifest
 from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
 
-DAMAGE = (OSError, RuntimeError, ValueError, LookupError, AssertionError, zipfile.BadZipFile, pickle.UnpicklingError)
-"""What reading a tensor that is not there, not whole or of another shape can raise."""
-METADATA = ".metadata"
+FAULTS = (OSError, RuntimeError, ValueError, LookupError, AssertionError, pickle.UnpicklingError)
+"""What reading a tensor that is not there, not a tensor or of another shape can raise."""
 
 
 class CheckpointTensors:
     """The tensors of one complete checkpoint by their names in it, such as `model.norm.weight`."""
 
-    def __init__(self, checkpoints: Checkpoints, step: int, spec: ModelSpec) -> None:
-        """Reads what describes the checkpoint, and no tensor.
+    def __init__(self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec) -> None:
+        """Takes what `Checkpoints.describe` gives, and reads no tensor.
 
         Raises:
-            CheckpointError: there is no complete checkpoint of `spec` at this step, or NxD wrote it.
+            CheckpointError: the checkpoint is of another model than `spec`, or NxD's, or its description is damaged.
         """
-        self.path, manifest = checkpoints.path(step), checkpoints.manifest(step)
+        manifest, description = described
+        self.path = checkpoints.path(manifest.step)
         checkpoints.check_model(manifest, spec)
         if manifest.plan.engine == "neuron":
-            weights = kit_command("export-hf", checkpoints.directory.parent, str(step), "OUT")
+            weights = kit_command("export-hf", checkpoints.directory.parent, str(manifest.step), "OUT")
             raise CheckpointError(f"{self.path} holds NxD's files. Its weights alone: `{weights}`.")
-        self._reader = _CheckedReader(self.path)
+        self._reader = TensorsOnlyReader(self.path, description)
         try:
-            if checksum(self.path / METADATA) != manifest.checksums.get(METADATA, checksum(self.path / METADATA)):
-                raise OSError(f"its checksum is not that of {MANIFEST}")
             self._metadata = self._reader.read_metadata()
-        except DAMAGE as error:
-            raise self._damaged(METADATA, error) from error
+        except FAULTS as error:
+            raise self._unreadable(error) from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -53,23 +48,11 @@ class CheckpointTensors:
         try:
             planner.set_up_planner({name: target}, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        except DAMAGE as error:
-            raise self._damaged(name, error) from error
+        except DamagedCheckpointError:
+            raise
+        except FAULTS as error:
+            raise self._unreadable(error, f"{name}: ") from error
 
-    def _damaged(self, what: str, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self.path} is damaged: {what}: {str(error).splitlines()[0]}. Restore its files, or move it away to use "
-            f"an earlier checkpoint."
-        )
-
-
-class _CheckedReader(TensorsOnlyReader):
-    """Checks each tensor before it is read: torch saves it as a zip archive, with a CRC-32 that it does not look at."""
-
-    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        found = io.BytesIO(file.read(sinfo.length))
-        if zipfile.ZipFile(found).testzip() is not None:
-            raise OSError(f"its bytes in {sinfo.relative_path} are not those that were written")
-        found.seek(0)
-        return found
+    def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
+        text = str(error).splitlines()[0]
+        return CheckpointError(f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint.")

@@ -73,7 +73,7 @@ def test_fetching_takes_no_option_of_scoring(mirror, option):
 
 
 def test_a_report_that_could_not_be_kept_is_refused_before_the_work(run, mirror, monkeypatch):
-    monkeypatch.setattr(evaluate, "run_weights", lambda *given: pytest.fail("the work began"))
+    monkeypatch.setattr("kit.evaluate.ranks.opened", lambda *given: pytest.fail("the work began"))
     (run.directory / "eval").write_text("a file")
     with pytest.raises(NotADirectoryError):
         evaluate.evaluate(run, tasks=("piqa",), mirror=mirror)

@@ -61,7 +61,7 @@ def test_held_out_bits_equal_a_plain_computation(run):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(run, mirror, monkeypatch):
-    monkeypatch.setattr("kit.evaluate.run_weights", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("kit.evaluate.ranks.opened", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="'heldot' is unknown. Did you mean 'heldout'"):
         evaluate(run, tasks=("heldot",), mirror=mirror)
     with pytest.raises(CheckpointError, match="step 2: .* Complete steps: 3"):
