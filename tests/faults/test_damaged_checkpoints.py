@@ -76,7 +76,7 @@ def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
 
 def test_damaged_checkpoint_is_not_evaluated(damaged):
     bit_flipped(damaged.checkpoints.path(20) / ".metadata")
-    with pytest.raises(CheckpointError, match="is damaged: .metadata: its checksum"):
+    with pytest.raises(CheckpointError, match=".metadata is damaged: its checksum"):
         load_model(damaged, 20)
     torn(max(damaged.checkpoints.path(20).glob("*.distcp")))
     with pytest.raises(CheckpointError, match="but its manifest says"):
