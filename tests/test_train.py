@@ -23,6 +23,7 @@ from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
@@ -239,9 +240,8 @@ def test_no_space_is_refused(spec, recipe, tmp_path, monkeypatch):
 
 
 def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
-    state: dict = {}
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
-        unbroken.checkpoints.load(120, state, spec=spec.replace(num_layers=2))
+        CheckpointTensors(unbroken.checkpoints, unbroken.checkpoints.describe(120), spec.replace(num_layers=2))
     with pytest.raises(CheckpointError, match="Complete steps: 100, 120"):
         load_model(unbroken, step=7)
 

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +23,7 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
@@ -143,49 +142,6 @@ class Checkpoints:
             return manifest, b""
         self.verify(manifest, [DESCRIPTION])
         return manifest, (self.path(step) / DESCRIPTION).read_bytes()
-
-    def load(
-        self,
-        step: int,
-        state: "dict[str, Tensor]",
-        *,
-        spec: ModelSpec,
-        described: tuple[Manifest, bytes] | None = None,
-    ) -> Manifest:
-        """Fills the tensors of `state` (any layout, any part of the names) and returns the manifest.
-
-        What is read is held to its checksum. Ranks need not call this together; `described` is what `describe` has
-        told them, if it has.
-
-        Raises:
-            DamagedCheckpointError: the checkpoint is incomplete or damaged.
-            CheckpointError: it is of another model or engine.
-            OSError: a file could not be read.
-        """
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        from kit.run.checkpoint_reader import TensorsOnlyReader
-
-        manifest, description = described or self.describe(step)
-        self.check_model(manifest, spec)
-        if manifest.plan.engine == "neuron":
-            raise CheckpointError(
-                f"{self.path(step)} holds NxD's files, which engine 'neuron' alone resumes from. "
-                f"Its weights alone: `{kit_command('export-hf', self.directory.parent, str(step), 'OUT')}`."
-            )
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no rank needs to know others' plans
-            try:
-                load(state, storage_reader=TensorsOnlyReader(self.path(step), description), no_dist=True)
-            except CheckpointException as error:
-                for found, _ in error.failures.values():
-                    if isinstance(found, DamagedCheckpointError | OSError):
-                        raise found from error  # a file system that fails may do better next time
-                raise CheckpointError(
-                    f"{self.path(step)} cannot be read: {cause(error)} Move it away to use an earlier checkpoint."
-                ) from error
-        return manifest
 
     def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
         """Returns nothing if a checkpoint is of `spec`, but for its name and initial weights.

@@ -40,10 +40,10 @@ ALLOWED = {
 class TensorsOnlyReader(FileSystemReader):
     """`FileSystemReader` for checkpoints of unknown origin: tensors, and nothing that could run.
 
-    `description` is the content of the checkpoint's `.metadata`, where it was read already.
+    `description` is the content of the checkpoint's `.metadata`.
     """
 
-    def __init__(self, path: Path, description: bytes | None = None) -> None:
+    def __init__(self, path: Path, description: bytes) -> None:
         super().__init__(path)
         self.description = description
 
@@ -54,10 +54,9 @@ class TensorsOnlyReader(FileSystemReader):
             pickle.UnpicklingError: it asks for anything but tensors.
             ConfigError: it names a file of another folder.
         """
-        content = self.description or Path(self._get_metadata_path()).read_bytes()
         gc.disable()  # it would look for cycles among a million small objects, for 7 times as long as making them takes
         try:
-            metadata = _TensorsOnlyUnpickler(io.BytesIO(content)).load()
+            metadata = _TensorsOnlyUnpickler(io.BytesIO(self.description)).load()
         finally:
             gc.enable()
         _check(metadata)

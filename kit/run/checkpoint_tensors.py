@@ -10,7 +10,7 @@ from kit.run.checkpoint import Checkpoints, Manifest
 from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
 
-FAULTS = (OSError, RuntimeError, ValueError, LookupError, AssertionError, pickle.UnpicklingError)
+FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, pickle.UnpicklingError)
 """What reading a tensor that is not there, not a tensor or of another shape can raise."""
 
 
@@ -37,21 +37,27 @@ class CheckpointTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill(self, name: str, target: Tensor) -> None:
-        """Writes the tensor of that name into `target`, which has its shape and any dtype and strides.
+        """Writes the tensor of that name into `target`; raises as `fill_all`."""
+        self.fill_all({name: target})
 
-        Of a DTensor this rank's part is written, and no other rank need call this.
+    def fill_all(self, state: dict[str, Tensor]) -> None:
+        """Writes tensors into those of their names in `state`, which have their shapes and any dtypes and strides.
+
+        Of a DTensor this rank's part is written, and no other rank need call this. Each file is opened once.
 
         Raises:
-            CheckpointError: there is none of this name and shape, or its bytes have changed since they were written.
+            DamagedCheckpointError: the bytes of one have changed since they were written.
+            CheckpointError: there is none of such a name and shape.
+            OSError: a file cannot be read now.
         """
         planner = DefaultLoadPlanner()
         try:
-            planner.set_up_planner({name: target}, self._metadata, is_coordinator=True)
+            planner.set_up_planner(state, self._metadata, is_coordinator=True)
             self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
-        except DamagedCheckpointError:
+        except (DamagedCheckpointError, OSError):
             raise
         except FAULTS as error:
-            raise self._unreadable(error, f"{name}: ") from error
+            raise self._unreadable(error, f"{next(iter(state))}: " if len(state) == 1 else "") from error
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
         text = str(error).splitlines()[0]

@@ -6,6 +6,7 @@ from kit.engines import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_ranks import alike, describe_together
+from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 
 
@@ -58,12 +59,11 @@ class PortableCheckpoints:
         self.writer.start(self.engine.state_dict(), facts)
 
     def load(self, step: int) -> Manifest:
-        checkpoints, spec = self.run.checkpoints, self.run.spec
-        manifest, description = describe_together(checkpoints, step, self.group)
-        checkpoints.check_model(manifest, spec)
+        manifest, description = describe_together(self.run.checkpoints, step, self.group)
+        tensors = CheckpointTensors(self.run.checkpoints, (manifest, description), self.run.spec)
         self.engine.restore_optimizer(step - manifest.skipped)
         state = self.engine.state_dict()
         with alike(self.group):
-            checkpoints.load(step, state, spec=spec, described=(manifest, description))
+            tensors.fill_all(state)
         self.engine.after_load()
         return manifest

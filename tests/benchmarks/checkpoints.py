@@ -65,6 +65,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
     from kit.plan import Plan
     from kit.recipe import Recipe
     from kit.run.checkpoint import Checkpoints
+    from kit.run.checkpoint_tensors import CheckpointTensors
     from kit.run.checkpoint_writer import CheckpointWriter
 
     keep_freed_memory()
@@ -85,9 +86,10 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
         writer.finish()
         found["save_s"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        manifest = checkpoints.load(step, engine.state_dict(), spec=spec)
+        described = checkpoints.describe(step)
+        CheckpointTensors(checkpoints, described, spec).fill_all(engine.state_dict())
         found["load_s"].append(time.perf_counter() - start)
-        found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(manifest.step).iterdir())
+        found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(step).iterdir())
         time.sleep(pause_s)
         found["plain_s"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)

@@ -160,7 +160,8 @@ def flip(run: Run, name: str) -> Path:
 def _places(run: Run) -> dict[Any, Any]:
     from kit.run.checkpoint_reader import TensorsOnlyReader
 
-    return TensorsOnlyReader(run.checkpoints.path(3)).read_metadata().storage_data
+    _, description = run.checkpoints.describe(3)
+    return TensorsOnlyReader(run.checkpoints.path(3), description).read_metadata().storage_data
 
 
 def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kit.model import build_decoder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.spec import ModelSpec
 from tests.engines.signatures import SIGNATURES
 from tests.parity import BATCH, RECIPE, SAME_LEARNING, TOLERANCE, batches, build, differences, make_plan, overfit, train
@@ -329,7 +330,7 @@ def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
     assert again.returncode == 0 and "resumed from step 4" in again.stdout, again.stderr
     assert short_run.checkpoints.steps() == [4, 6]
     with pytest.raises(CheckpointError, match="holds NxD's files"):
-        short_run.checkpoints.load(6, {}, spec=short_run.spec)
+        CheckpointTensors(short_run.checkpoints, short_run.checkpoints.describe(6), short_run.spec)
 
 
 def test_a_run_in_the_wrong_precision_does_not_start(short_run):

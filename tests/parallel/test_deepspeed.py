@@ -29,6 +29,7 @@ from kit.errors import ConfigError, MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
+from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from tests import parity
@@ -140,7 +141,8 @@ def train_and_save(spec: ModelSpec, plan: Plan, directory: Path) -> list[tuple[f
 def load_and_train(spec: ModelSpec, plan: Plan, directory: Path) -> tuple[float, list[tuple[float, float]]]:
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=False)
     engine.restore_optimizer(5)
-    Checkpoints(directory).load(5, engine.state_dict(), spec=spec)
+    checkpoints = Checkpoints(directory)
+    CheckpointTensors(checkpoints, checkpoints.describe(5), spec).fill_all(engine.state_dict())
     engine.after_load()
     mine = batches(spec, plan, engine.data_rank)
     return engine.validation_loss(mine[5]), [engine.train_step(samples, 1e-3) for samples in mine[5:]]
