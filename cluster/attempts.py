@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from cluster.state import (
     SchedulerJob,
     last_attempt,
     locked,
+    log_path,
     read_state,
     record_event,
     refuse_stale,
@@ -159,10 +161,12 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
     new = [file for file in written if file not in before]
     for file in [*new, *(run_dir / "logs").glob(f"attempt_{attempt:02d}_*")]:
         file.unlink(missing_ok=True)
+    shutil.rmtree(log_path(run_dir, attempt, 0).parent, ignore_errors=True)
 
 
 def _begin(run_dir: Path, state: RunState) -> int:
     attempt = last_attempt(run_dir) + 1
+    log_path(run_dir, attempt, 0).parent.mkdir(parents=True, exist_ok=True)
     (run_dir / "control").mkdir(exist_ok=True)  # so that `touch RUN/control/request_stop` works from the start
     for left_over in _requests(run_dir):
         left_over.unlink(missing_ok=True)

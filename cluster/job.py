@@ -27,8 +27,8 @@ from cluster.state import (
     RunState,
     SchedulerJob,
     ask,
+    find_log,
     last_attempt,
-    log_path,
     read_history,
     read_state,
     write_end,
@@ -268,7 +268,7 @@ class Job:
             raise JobError(f"{self.run_dir}: no rank {rank}. Allowed: 0 to {self.spec.num_processes - 1}.")
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
-        return log_path(self.run_dir, attempt or newest, rank)
+        return find_log(self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

@@ -7,13 +7,13 @@ import signal
 from pathlib import Path
 
 from cluster.home import Home
-from cluster.record import cut
-from cluster.state import JobError, log_path, write_end
+from cluster.record import cut, write_atomic
+from cluster.state import JobError, find_log, log_path, write_end
 
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-LOG_TAIL_LINES, LOG_TAIL_BYTES = 30, 16384
+LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,22 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
         )
     except (JobError, OSError) as error:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+
+
+def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:
+    """Gives a rank that failed a log of its own where it has none: its last lines in the log of its node.
+
+    There a line begins with the number of the task that wrote it, as `srun --label` puts it.
+    """
+    own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
+    if said == own:
+        return
+    with contextlib.suppress(OSError), said.open("rb") as stream:
+        stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
+        lines = (line.partition(b": ") for line in stream.read().splitlines())
+        write_atomic(
+            own, b"".join(text + b"\n" for label, _, text in lines if label.strip().isdigit() and int(label) == task)
+        )
 
 
 def ended_well(num_ranks: int) -> str:

@@ -4,11 +4,20 @@ Everything that a user or a job can name reaches a script quoted, so that no nam
 Standard library only.
 """
 
+import shlex
+import sys
+from pathlib import Path
+
 from cluster.job import JobSpec
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.scheduler import EDIT, Slurm, check_environment
 from cluster.site import Site
+
+MANY_NODES, STORM_NODES = 16, 64
+"""Nodes from which a start out of the shared file system is warned of, and refused. 64 nodes of Frontier took 500 s to
+import (github.com/glotzerlab/software, pull request 335)."""
+CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc", "enroot")
 
 
 def render(job: JobSpec, site: Site) -> str:
@@ -79,6 +88,31 @@ def check_submittable(site: Site) -> None:
         )
 
 
+def check_start(job: JobSpec, site: Site) -> None:
+    """Raises ConfigError for so many nodes that their ranks, all at once, cannot read Python from a shared disk."""
+    if job.num_nodes > STORM_NODES and (storm := import_storm(job, site)):
+        raise ConfigError(f"job.num_nodes: {storm} Above {STORM_NODES} nodes nothing is sent without it.")
+
+
+def import_storm(job: JobSpec, site: Site) -> str | None:
+    """Returns what to do about ranks that would all read their Python environment from the shared file system."""
+    slurm = slurm_table(site)
+    options = (*slurm.srun_options, *slurm.sbatch_options)
+    if slurm.broadcast is not None and slurm.broadcast.archive is not None:
+        return None
+    if Path(job.argv[0]).name in CONTAINERS or any(option.startswith(("--container", "--image")) for option in options):
+        return None
+    prefix, tar = Path(sys.executable).parents[1], "environment.tar"
+    pack = ("conda-pack --format tar -p %s -o %s" if (prefix / "conda-meta").is_dir() else "tar -C %s -cf %s .") % (
+        shlex.quote(str(prefix)), tar,
+    )  # fmt: skip
+    return (
+        f"the ranks of {job.num_nodes} nodes would all read Python and its packages from the shared file system, at "
+        f"33,000 file calls each. Pack them once, `{pack}`, and give the file as archive, and a folder on each node's "
+        f"own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container."
+    )
+
+
 def to_fill_in(site: Site) -> list[str]:
     """Returns the fields of a site file that only the user can fill in and that still say EDIT."""
     unused = {"slurm", "kubernetes"} - {site.scheduler}
@@ -94,6 +128,8 @@ def warnings(job: JobSpec, site: Site) -> list[str]:
         found.append(f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle.")
     if site.scheduler == "slurm":
         found += _time_warnings(job, slurm_table(site), site.name)
+        if job.num_nodes > MANY_NODES and (storm := import_storm(job, site)):
+            found.append(storm)
     return found
 
 

@@ -45,7 +45,9 @@ class Broadcast(Record):
     """Copies a packed Python environment to a disk of each node, so that ranks do not all read the shared one."""
 
     directory: str = field_doc("on the node-local disk; may name $USER and $SLURM_JOB_ID")
-    archive: str | None = field_doc("tar file made by conda-pack; none reads the shared environment", default=None)
+    archive: str | None = field_doc(
+        "tar file of a venv, or made by conda-pack; none reads the shared environment", default=None
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

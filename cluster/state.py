@@ -2,10 +2,10 @@
 
     state.json                state, attempt, step, heartbeat, identity of the process that answers for the job
     exit.json                 how an attempt ended: return code, reason, first failing rank and its last words
-    ranks/rank_00003.json     heartbeat of one rank
+    ranks/                    heartbeats: `cluster.heartbeats`
     control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
     control/taken_stop        when the trainer of this attempt took its last request (also taken_checkpoint)
-    logs/attempt_01_rank_00000.log
+    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_00000.log for all but the first and those that failed
     history.jsonl             one line per change of state, append only
 
 Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and
@@ -18,7 +18,6 @@ import dataclasses
 import enum
 import fcntl
 import json
-import os
 import re
 import socket
 import time
@@ -128,19 +127,6 @@ class ExitReport(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RankHeartbeat(Record):
-    """ranks/rank_NNNNN.json: one rank's last step, to find stragglers."""
-
-    rank: int = field_doc("global rank")
-    attempt: int = field_doc("attempt it belongs to")
-    step: int = field_doc("last finished step")
-    time: float = field_doc("unix time of that step's end")
-    step_time_s: float | None = field_doc("its duration", default=None)
-    host: str | None = field_doc("where the rank runs", default=None)
-    work_s: float | None = field_doc("of that step: without the wait for other ranks, where it is known", default=None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TakenRequest(Record):
     """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the trainer has taken."""
 
@@ -201,7 +187,7 @@ def read_history(run_dir: Path) -> list[Event]:
         lines = (run_dir / "history.jsonl").read_bytes().splitlines()
     except OSError:
         return []
-    return [event for event in (_parse(Event, line) for line in lines) if event]
+    return [event for event in (parsed(Event, line) for line in lines) if event]
 
 
 def write_exit(run_dir: Path, report: ExitReport) -> None:
@@ -234,30 +220,20 @@ def write_end(
 def last_attempt(run_dir: Path) -> int:
     """Returns the number of the newest attempt that left a trace (state, exit, logs), or 0."""
     found = [record.attempt for record in (read_state(run_dir), read_exit(run_dir)) if record]
-    names = (re.match(r"attempt_(\d+)_", file.name) for file in (run_dir / "logs").glob("attempt_*"))
+    names = (re.match(r"attempt_(\d+)", file.name) for file in (run_dir / "logs").glob("attempt_*"))
     return max([0, *found, *(int(match[1]) for match in names if match)])
 
 
 def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
-    """Returns where the standard output and error of a rank go."""
-    return run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log"
+    """Returns where the standard output and error of a rank go, if it has a log of its own."""
+    return run_dir / "logs" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.log"
 
 
-def write_rank_heartbeat(
-    run_dir: Path, rank: int, *, attempt: int, step: int, step_time_s: float | None, work_s: float | None = None
-) -> None:
-    """Writes a rank's heartbeat; each rank has its own file, so there is nothing to lock."""
-    beat = RankHeartbeat(
-        rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=step_time_s, host=os.uname().nodename,
-        work_s=work_s,
-    )  # fmt: skip
-    beat.write(run_dir / "ranks" / f"rank_{rank:05d}.json")
-
-
-def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
-    """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is absent."""
-    beats = (_read(RankHeartbeat, file) for file in (run_dir / "ranks").glob("rank_*.json"))
-    return sorted((beat for beat in beats if beat and beat.attempt == attempt), key=lambda beat: beat.rank)
+def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:
+    """Returns the log that holds what a rank has said: its own, that of its node, or as older versions named it."""
+    own, flat = log_path(run_dir, attempt, rank), run_dir / "logs" / f"attempt_{attempt:02d}_rank_{rank:05d}.log"
+    node = own.with_name(f"node_{rank // ranks_per_node}.log")
+    return next((file for file in (own, node, flat) if file.exists()), own)
 
 
 def ask(run_dir: Path, request: Request) -> None:
@@ -325,12 +301,13 @@ def refuse_stale(run_dir: Path, attempt: int) -> None:
 
 def _read(record: type[RecordType], file: Path) -> RecordType | None:
     try:
-        return _parse(record, file.read_bytes())
+        return parsed(record, file.read_bytes())
     except OSError:
         return None
 
 
-def _parse(record: type[RecordType], text: bytes) -> RecordType | None:
+def parsed(record: type[RecordType], text: bytes) -> RecordType | None:
+    """Returns the record that a text describes, without keys that it does not know, or None if it describes none."""
     known = {field.name for field in dataclasses.fields(record)}
     try:
         data = json.loads(text)

@@ -120,11 +120,15 @@ class Sandbox:
         return dict(line.split() for line in lines)
 
     def power_off(self, node: str) -> None:
-        """Ends a node and all its processes at once."""
+        """Ends a node and all its processes at once; nothing answers at its address any more."""
         self._order(f"off {node}")
+        if self.layout.isolated:
+            self.cut(node)
 
     def power_on(self, node: str) -> None:
         """Starts a node that was switched off."""
+        if self.layout.isolated:
+            self.heal(node)
         self._order(f"on {node}")
 
     def cut(self, node: str) -> None:
@@ -138,8 +142,6 @@ class Sandbox:
     def recover(self, node: str) -> None:
         """Brings back a node that was switched off or cut off, and has Slurm use it, as an administrator would."""
         self.power_on(node)
-        if self.layout.isolated:
-            self.heal(node)
         update = ("scontrol", "update", f"NodeName={node}", "Reason=recovered")
         self.run(*update, "State=down")  # first: Slurm would wait long for a job to end that is no longer there
         try:

@@ -1,100 +1,177 @@
-"""Heartbeats between the nodes of a job and its supervisor, as UDP datagrams.
+"""Signs of life between the nodes of a job and its supervisor, as datagrams; nothing here touches a file.
 
-The first rank of each node says every BEAT_EVERY_S that it is there, the others half as often, and the supervisor
-answers each. So the supervisor knows of a node that has fallen silent long before Slurm or the collectives do, and the
-ranks of a node that is cut off know it too, and end. A node that was never heard is not missed: where datagrams do not
-pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment sets the rhythm, and with it the limits.
+One keeper a node, its leader, says every BEAT_EVERY_S that the node is there, and what its ranks did last; the
+supervisor answers. The leader hands its answers on to the other keepers of its node, and takes the ranks' heartbeats,
+through an abstract Unix socket. So the supervisor knows of a node that has fallen silent long before Slurm or the
+collectives do, and a node that is cut off knows it too, and ends. A node that was never heard is not missed: where
+datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment sets the rhythm, and with it
+the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be held up for three minutes, as by a file
+system that fails over.
 """
 
 import contextlib
 import json
 import os
 import secrets
+import select
 import socket
+import threading
 import time
+from collections import deque
 
 BEAT_EVERY_S = float(os.environ.get("KIT_BEAT_EVERY_S", "5"))
 SILENT_AFTER_S = 6 * BEAT_EVERY_S
-ALONE_AFTER_S = 9 * BEAT_EVERY_S  # longer: the supervisor should be the first to notice
+DEPUTY_AFTER_S = 9 * BEAT_EVERY_S  # longer: the supervisor should be the first to notice
+ALONE_AFTER_S = 36 * BEAT_EVERY_S
+RECEIVE_BYTES = 4 << 20
+"""Of the supervisor's socket, as far as the kernel allows: the default holds 277 datagrams, 4 s of 384 nodes."""
+TURN_S = 0.5
 VARIABLE = "KIT_SUPERVISOR"
 
 
 class Switchboard:
-    """The supervisor's end: who was heard when, and what they reported."""
+    """The supervisor's end: a thread notes who was heard when and answers, whatever file the supervisor waits for.
+
+    Time is counted in turns of the thread, so a process that was frozen as a whole blames no node for its own gap.
+    """
 
     def __init__(self, host: str) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         self.socket.bind(("", 0))
         self.socket.setblocking(False)
         self.token = secrets.token_hex(8)  # keeps out datagrams of other jobs and attempts
         self.address = f"{host}:{self.socket.getsockname()[1]}:{self.token}"
+        self.clock = 0.0
         self.heard: dict[str, float] = {}
+        self.ranks: dict[str, bytes] = {}
+        """The newest heartbeats of each node's ranks, as lines of JSON."""
+        self.reports = deque[dict]()
         self.senders: set[tuple] = set()
-        self.ending = False
+        self.ending = self.closed = False
+        self.thread = threading.Thread(target=self._listen, name="beats", daemon=True)
+        self.thread.start()
 
-    def receive(self) -> list[dict]:
-        """Returns what was reported since the last call, and answers it; beats are only noted."""
-        reports = []
+    def _listen(self) -> None:
+        began = time.monotonic()
+        while not self.closed:
+            select.select([self.socket], [], [], TURN_S)
+            now = time.monotonic()
+            self.clock += min(now - began, BEAT_EVERY_S)
+            began = now
+            self._receive()
+        self.socket.close()
+
+    def _receive(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                data, sender = self.socket.recvfrom(4096)
+                data, sender = self.socket.recvfrom(1 << 16)
+                head, _, ranks = data.partition(b"\n")
                 try:
-                    message = json.loads(data)
+                    message = json.loads(head)
                     if message["token"] != self.token:
                         continue
-                    self.heard[str(message["node"])] = time.monotonic()
-                    self.senders.add(sender)
+                    node = str(message["node"])
                 except (ValueError, KeyError, TypeError, RecursionError):  # of anyone who found the port
                     continue
-                if message.get("event"):
-                    reports.append(message)
+                self.senders.add(sender)
+                if ranks:
+                    self.ranks[node] = ranks
+                if not (event := message.get("event")):
+                    self.heard[node] = self.clock
+                elif event == "left":  # its leader has ended, and all is well: it is not missed any more
+                    self.heard.pop(node, None)
+                else:
+                    self.reports.append(message)
                     self.ending = self.ending or bool(message.get("code"))
                 with contextlib.suppress(OSError):
                     self.socket.sendto(b"end" if self.ending else b"ok", sender)
-        return reports
+
+    def taken(self) -> list[dict]:
+        """Returns what was reported since the last call; beats are only noted."""
+        return [self.reports.popleft() for _ in range(len(self.reports))]
 
     def end(self) -> None:
         """Orders the ranks of all nodes to end."""
         self.ending = True
-        for sender in self.senders:
+        for sender in list(self.senders):
             with contextlib.suppress(OSError):
                 self.socket.sendto(b"end", sender)
 
     def silent(self) -> list[str]:
         """Returns the nodes that were heard once and then not for SILENT_AFTER_S."""
-        now = time.monotonic()
-        return sorted(node for node, heard in self.heard.items() if now - heard > SILENT_AFTER_S)
+        return sorted(node for node, heard in list(self.heard.items()) if self.clock - heard > SILENT_AFTER_S)
 
     def close(self) -> None:
-        self.socket.close()
+        self.closed = True
 
 
 class Line:
-    """A rank's end."""
+    """A keeper's end; the leader of a node speaks for it."""
 
-    def __init__(self) -> None:
-        host, port, self.token = os.environ[VARIABLE].rsplit(":", 2)
+    def __init__(self, *, is_leader: bool) -> None:
+        self.host, port, self.token = os.environ[VARIABLE].rsplit(":", 2)
+        self.is_leader = is_leader
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.socket.setblocking(False)
-        with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
-            self.socket.connect((host, int(port)))
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        self.place = f"kit-{self.token}-{self.node}"
+        """The leader's address on its node, where ranks send their heartbeats too."""
+        self.local = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError):
+            self.local.bind(f"\0{self.place}" if is_leader else "")
+        for end in (self.socket, self.local):
+            end.setblocking(False)
+        with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
+            self.socket.connect((self.host, int(port)))
+        self.ranks: dict[int, bytes] = {}
+        self.keepers: set[bytes] = set()
         self.answered: float | None = None
         self.order = "ok"
 
-    def send(self, **report: object) -> None:
-        """Sends a beat, or a report when there is one."""
+    def beat(self, **report: object) -> None:
+        """Says that the node, or in it this keeper, is there."""
+        if self.is_leader:
+            self.send(*self.ranks.values(), **report)
+        else:
+            self._tell(b"?", f"\0{self.place}")
+
+    def send(self, *ranks: bytes, **report: object) -> None:
+        """Sends a report to the supervisor, with the heartbeats of ranks."""
+        head = json.dumps({"token": self.token, "node": self.node, **report}).encode()
         with contextlib.suppress(OSError):
-            self.socket.send(json.dumps({"token": self.token, "node": self.node, **report}).encode())
+            self.socket.send(b"\n".join([head, *ranks]))
 
     def receive(self) -> None:
-        """Notes the supervisor's answers."""
+        """Notes the supervisor's answers, and hands them on or takes them from the leader."""
         with contextlib.suppress(OSError):
             while True:
-                answer = self.socket.recv(64).decode(errors="replace")
-                self.answered = time.monotonic()
-                if answer == "end":
-                    self.order = answer
+                self._note(self.socket.recv(64))
+        with contextlib.suppress(OSError):
+            while True:
+                data, sender = self.local.recvfrom(4096)
+                if not self.is_leader:
+                    self._note(data)
+                elif data == b"?":
+                    self.keepers.add(sender)
+                    if self.answered and self.alone_s < 2 * BEAT_EVERY_S:
+                        self._tell(self.order.encode(), sender)
+                else:
+                    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                        self.ranks[int(json.loads(data)["rank"])] = data
+
+    def pass_on_end(self) -> None:
+        """Has the other keepers of the node end."""
+        for keeper in self.keepers:
+            self._tell(b"end", keeper)
+
+    def _note(self, answer: bytes) -> None:
+        self.answered = time.monotonic()
+        if answer == b"end":
+            self.order = "end"
+
+    def _tell(self, data: bytes, address: str | bytes) -> None:
+        with contextlib.suppress(OSError):  # the other has ended, or does not come to read
+            self.local.sendto(data, address)
 
     def answered_before(self, moment: float) -> bool:
         """Whether the last answer is older than a moment of `time.monotonic`."""
@@ -104,3 +181,16 @@ class Line:
     def alone_s(self) -> float:
         """Seconds since the supervisor's last answer; 0 before the first."""
         return 0.0 if self.answered is None else time.monotonic() - self.answered
+
+    def reaches_first_node(self) -> bool:
+        """Whether the supervisor's node answers, though the supervisor may not: by accepting or refusing a connection.
+
+        The port is that of the ranks' meeting point, which no firewall between the nodes of a job may close.
+        """
+        try:
+            socket.create_connection((self.host, int(os.environ.get("MASTER_PORT", "29500"))), timeout=5.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return True

@@ -5,22 +5,36 @@
 would take all shards of a checkpoint without complaint, and give back none.
 """
 
-import json
 import os
 import secrets
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from cluster.job import JobSpec
 from cluster.record import ConfigError
+from cluster.render import check_start
 from cluster.site import Site
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
 
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 NODE_WAIT_S = 60.0
+ASKED = """\
+token=$1 folder=$2 node="node $SLURMD_NODENAME"
+shift 2
+for probe; do
+    place=${probe%/*}
+    if ! { read -r said < "$probe"; } 2>/dev/null || [ "$said" != "$token" ]; then
+        echo "$node does not see $place as the first node does: it is not a shared directory. \
+Put the run directory, with its checkpoints, on the shared file system"
+        exit
+    fi
+    [ -w "$place" ] || { echo "$node may not write into $place"; exit; }
+done
+[ -d "$folder" ] || echo "$node does not see the working directory $folder. Put it on the shared file system"
+"""
+"""Run by bash on each node, since Python is a thousand files, which all nodes would read at the same moment."""
 
 
 def check(job: JobSpec, site: Site) -> None:
@@ -37,6 +51,7 @@ def check(job: JobSpec, site: Site) -> None:
                 f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which other nodes cannot "
                 f"see. Use a directory on the shared file system."
             )
+    check_start(job, site)
     job.check_command()
     if site.slurm is not None:
         _check_partition(job, site.slurm.partition)
@@ -53,7 +68,7 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
     token, name = secrets.token_hex(8), f".probe-{os.getpid()}"
     probes = [place / name for place in places]
     for probe in probes:
-        probe.write_text(token)
+        probe.write_text(f"{token}\n")
     try:
         return _ask_nodes(job, num_nodes, token, probes)
     finally:
@@ -64,45 +79,24 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
 def _ask_nodes(job: JobSpec, num_nodes: int, token: str, probes: list[Path]) -> str | None:
     words = ["srun", "--immediate=30", "--overlap"]
     words += [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
-    question = json.dumps({"token": token, "probes": [str(probe) for probe in probes], "folder": job.working_directory})
+    words += ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
+    wait_s = NODE_WAIT_S + num_nodes / 4
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("SLURM_NTASKS", "SLURM_GPUS"))
     }
     try:
         done = subprocess.run(
-            [*words, sys.executable, "-S", "-m", "cluster.slurm.preflight", question], capture_output=True, text=True,
-            env=environment, timeout=NODE_WAIT_S, stdin=subprocess.DEVNULL,
+            words, capture_output=True, text=True, errors="replace", env=environment, timeout=wait_s,
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise JobError(f"some node did not answer within {NODE_WAIT_S:g} s, before any rank was started") from error
+        raise JobError(f"some node did not answer within {wait_s:g} s, before any rank was started") from error
     complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
     if complaints:
         return f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
     if done.returncode:
         raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
     return None
-
-
-def answer(question: str) -> int:
-    """Prints what this node does not see as it should; returns 0 when all is well."""
-    asked = json.loads(question)
-    node, complaints = os.environ.get("SLURMD_NODENAME", "?"), []
-    for probe in asked["probes"]:
-        folder = os.path.dirname(probe)
-        try:
-            with open(probe, encoding="ascii") as stream:
-                if stream.read() != asked["token"]:
-                    raise FileNotFoundError
-            if not os.access(folder, os.W_OK):
-                complaints.append(f"may not write into {folder}")
-        except OSError:
-            complaints.append(f"does not see {folder} as the first node does: it is not a shared directory. "
-                              f"Put the run directory, with its checkpoints, on the shared file system")  # fmt: skip
-    if not os.path.isdir(asked["folder"]):
-        complaints.append(f"does not see the working directory {asked['folder']}. Put it on the shared file system")
-    if complaints:
-        print(f"node {node} {complaints[0]}", flush=True)
-    return 0
 
 
 def _check_partition(job: JobSpec, wanted: str | None) -> None:
@@ -165,7 +159,3 @@ def _local_file_system(path: Path) -> str | None:
     except OSError:
         return None
     return kind if kind in LOCAL_FILE_SYSTEMS else None
-
-
-if __name__ == "__main__":
-    sys.exit(answer(sys.argv[1]))

@@ -104,6 +104,17 @@ def native_state(job: SchedulerJob) -> str:
     return "PREEMPTED" if state == "RUNNING" and found.get("PreemptTime", "None") != "None" else state
 
 
+def nodes_down(nodes: list[str], config: str | None) -> set[str]:
+    """Returns those of some nodes that Slurm takes for down, failed, or not responding.
+
+    Raises:
+        JobError: Slurm does not answer.
+    """
+    text = slurm_command(["scontrol", "--oneliner", "show", "nodes", ",".join(nodes)], config)
+    states = re.findall(r"^NodeName=(\S+) .*? State=(\S+)", text, re.MULTILINE)
+    return {node for node, state in states if re.search(r"DOWN|FAIL|NOT_RESPONDING|POWERED|\*", state)}
+
+
 def _squeue(job_ids: list[str], config: str | None) -> dict[str, Look]:
     """Returns the jobs that squeue still shows; columns: number, state, nodes, reason."""
     words = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T|%N|%r"]

@@ -4,8 +4,8 @@
   learns of it and asks the trainer to save and stop at a step boundary.
 - When the command ends, everything it left behind on this node is killed. A failure is recorded in
   ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of it.
-- A node that loses its supervisor ends its ranks itself, so that it cannot write into a newer attempt's files; the
-  second node then gives the job back to Slurm, since nobody else can.
+- A node that loses its supervisor ends its ranks itself, so that it cannot write into a newer attempt's files. The
+  second node is the deputy: where the whole first node is gone, it gives the job back to Slurm, since nobody else can.
 
 Standard library, Linux.
 """
@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.heartbeats import PLACE
 from cluster.home import Home
 from cluster.record import Record, field_doc
-from cluster.slurm import requeue_this
-from cluster.slurm.beat import ALONE_AFTER_S, BEAT_EVERY_S, VARIABLE, Line
+from cluster.slurm.beat import ALONE_AFTER_S, BEAT_EVERY_S, DEPUTY_AFTER_S, VARIABLE, Line
 from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
 
 ANSWER_WAIT_S = 10.0
@@ -49,9 +49,10 @@ class Keeper:
         self.run_dir, self.home, self.command = run_dir, Home(run_dir), command
         self.attempt = int(os.environ.get("KIT_ATTEMPT", "1"))
         self.rank = int(os.environ.get("SLURM_PROCID", "0"))
-        self.is_first_here = os.environ.get("SLURM_LOCALID", "0") == "0"
-        self.is_deputy = self.is_first_here and os.environ.get("SLURM_NODEID") == "1"
-        self.line = Line() if VARIABLE in os.environ else None
+        self.is_leader = os.environ.get("SLURM_LOCALID", "0") == "0"
+        self.is_deputy = self.is_leader and os.environ.get("SLURM_NODEID") == "1"
+        self.line = Line(is_leader=self.is_leader) if VARIABLE in os.environ else None
+        self.next_beat = self.next_look = time.monotonic()
         self.warned_at: float | None = None
         self.is_orphan = False
 
@@ -66,19 +67,20 @@ class Keeper:
             signal.signal(number, lambda number, frame: None)
         keeper = os.getpid()
         process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: become_deaf_rank(keeper)
-        )
-        last_beat, beat_every_s = 0.0, BEAT_EVERY_S if self.is_first_here else 2 * BEAT_EVERY_S
+            self.command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: become_deaf_rank(keeper),
+            env={**os.environ, PLACE: self.line.place} if self.line else None,
+        )  # fmt: skip
         while process.poll() is None:
-            if self.line and time.monotonic() - last_beat >= beat_every_s:
-                last_beat = time.monotonic()
-                self.line.send()
             self._wait(reader)
             if self._must_end():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                if self.line:
+                    self.line.pass_on_end()
                 process.wait()
         code = process.returncode
+        if self.line and self.is_leader and code == 0:
+            self.line.beat(event="left")
         if code and not self._ordered():
             self._record(code)
         kill_descendants()
@@ -87,8 +89,13 @@ class Keeper:
         return 128 - code if code < 0 else code
 
     def _wait(self, reader: int) -> None:
-        sources = [reader, *([self.line.socket] if self.line else [])]
-        ready, _, _ = select.select(sources, [], [], 1.0 if self.warned_at else BEAT_EVERY_S)
+        now = time.monotonic()
+        if now >= self.next_beat:
+            self.next_beat = now + BEAT_EVERY_S
+            if self.line:
+                self.line.beat()
+        sources = [reader, *([self.line.socket, self.line.local] if self.line else [])]
+        ready, _, _ = select.select(sources, [], [], min(self.next_beat - now, 1.0 if self.warned_at else BEAT_EVERY_S))
         numbers = os.read(reader, 256) if reader in ready else b""
         if signal.SIGTERM in numbers:
             self.warned_at = time.monotonic()
@@ -106,19 +113,31 @@ class Keeper:
         unheard = self.warned_at is not None and self.line.answered_before(self.warned_at)
         if unheard and self.warned_at is not None and time.monotonic() - self.warned_at > ANSWER_WAIT_S:
             return True
-        if self.line.alone_s < ALONE_AFTER_S:
+        if self.line.alone_s < ALONE_AFTER_S and not self._must_stand_in():
             return False
-        if self.is_first_here:
+        if self.is_leader:
             print(
                 f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr
             )
         self.is_orphan = True
         return True
 
+    def _must_stand_in(self) -> bool:
+        """Whether the deputy must act: the supervisor may be held up for long, but its node does not answer either."""
+        if not self.is_deputy or self.line is None or self.line.alone_s < DEPUTY_AFTER_S:
+            return False
+        if time.monotonic() < self.next_look:
+            return False
+        gone = not self.line.reaches_first_node()
+        self.next_look = time.monotonic() + BEAT_EVERY_S
+        return gone
+
     def _ordered(self) -> bool:
         return self.line is not None and self.line.order == "end"
 
     def _requeue(self) -> None:
+        from cluster.slurm import requeue_this
+
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
         host = os.environ["MASTER_ADDR"]  # the first node of the job, where the supervisor was
         with locked(self.run_dir):

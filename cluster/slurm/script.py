@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site
@@ -108,7 +109,7 @@ def _meeting_point(slurm: Slurm) -> list[str]:
 def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
     if slurm.broadcast is None or slurm.broadcast.archive is None:
         return []
-    unpack = ['cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && bin/conda-unpack']
+    unpack = ['cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && { [ ! -e bin/conda-unpack ] || bin/conda-unpack; }']
     return [
         "# The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.",
         f"export KIT_ENVIRONMENT={_path(slurm.broadcast.directory)}",
@@ -130,14 +131,16 @@ def _ranks(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",
         f"export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}",
     ]
-    log = 'printf -v log \'%s/logs/attempt_%02d_rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
+    log = 'printf -v log \'%s/logs/attempt_%02d/rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
     compile_log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
+    # Of many, the others go on with the log of their node, which the supervisor names to srun.
+    own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
     command = [*(prefix if direct else []), *_command(job, slurm)]
     body = [
         *([*identity, *slurm.task_setup] if direct else []),
         compile_log if compiling else log,
-        'exec >>"$log" 2>&1 || exit',
+        f'{own_log}exec >>"$log" 2>&1 || exit',
         *_exports(job.environment),
         f"cd {quote(job.working_directory)} || exit",
         f"exec {' '.join(map(quote, command))}",
@@ -180,7 +183,7 @@ def _supervised(job: JobSpec, slurm: Slurm) -> list[str]:
         "# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.",
         f"cd {quote(str(PACKAGE_ROOT))} || fail 'the kit is not visible on this node'",
         f'exec {quote(sys.executable)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
-        *_srun(job, slurm, keeper=f"{python} -m {KEEPER} "),
+        *_srun(job, slurm, keeper=f"{python} -S -E -m {KEEPER} "),
     ]
 
 

@@ -31,9 +31,10 @@ from typing import Literal
 
 from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
+from cluster.heartbeats import COLLECT_EVERY_S, MANY, write_all_heartbeats
 from cluster.home import Home
 from cluster.job import JobSpec
-from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, record_end, say
+from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, keep_words, record_end, say
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped, is_told_to_stop
 from cluster.record import ConfigError
 from cluster.slurm import requeue_this
@@ -41,6 +42,7 @@ from cluster.slurm.beat import VARIABLE, Switchboard
 from cluster.slurm.preflight import check_nodes
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure
+from cluster.slurm.silence import SilenceJudge
 from cluster.state import (
     JobError,
     JobState,
@@ -53,7 +55,7 @@ from cluster.state import (
 )
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
-END_WAIT_S = 30.0
+LOOK_EVERY_S, END_WAIT_S = 1.0, 30.0
 REQUEUE_PATIENCE_S = 120.0
 
 
@@ -80,6 +82,7 @@ class Supervisor:
         self.attempt = 0
         self.stop_reason: str | None = None
         self.stop_state = JobState.REQUEUED
+        self.told: list[bytes] = []
         self.reader, writer = os.pipe()
         for end in (self.reader, writer):
             os.set_blocking(end, False)
@@ -115,24 +118,32 @@ class Supervisor:
         return Ending("failed", problem, rc=USELESS_TO_RETRY) if problem else None
 
     def _attempt(self, starts: int) -> Ending:
-        board = Switchboard(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        host = os.environ.get("KIT_BEAT_HOST") or os.environ.get("MASTER_ADDR") or socket.gethostname()
+        board = Switchboard(host)
         port = int(os.environ.get("MASTER_PORT", "29500")) + starts
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port), VARIABLE: board.address}
+        if self.spec.num_processes > MANY:  # as srun's --output: a file a node, each line with the number of its task
+            environment["SLURM_STDOUTMODE"] = f"{self.run_dir}/logs/attempt_{self.attempt:02d}/node_%n.log"
         self._note(JobState.STARTING, f"{self.spec.num_processes} ranks starting on {os.environ['SLURM_JOB_NODELIST']}")
         step = subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return self._watch(step, board)
         finally:
             self._end(step, board)
+            self._collect(board)
             board.close()
 
     def _watch(self, step: subprocess.Popen, board: Switchboard) -> Ending:  # noqa: C901 - one flat case per event
-        failed_at, early, judge = None, None, HangJudge()
+        failed_at, early, judge, silence = None, None, HangJudge(), SilenceJudge(board, self.job.config)
+        collected = 0.0
         while True:
-            ready, _, _ = select.select([self.reader, board.socket], [], [], 1.0)
-            signals = os.read(self.reader, 256) if self.reader in ready else b""
-            reports = board.receive()
+            ready, _, _ = select.select([self.reader], [], [], LOOK_EVERY_S)
+            signals = os.read(self.reader, 256) if ready else b""
+            reports = board.taken()
+            if time.monotonic() - collected >= COLLECT_EVERY_S:
+                collected = time.monotonic()
+                self._collect(board)
             if step.poll() is not None:
                 return early or self._after(step.returncode)
             if any(number in signals for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
@@ -147,8 +158,8 @@ class Supervisor:
                 failed_at = time.monotonic()
             if lost := self.home.why_lost():
                 return Ending("failed", lost, rc=1)
-            if silent := board.silent():
-                return self._lost(silent, board)
+            if lost := silence.lost():
+                return Ending("requeue", lost[1], rc=1, lost_node=lost[0])
             if failed_at and time.monotonic() - failed_at > END_WAIT_S + self.spec.grace_s and not early:
                 return self._after(1)
             if reason := judge.why_hung(self.run_dir):
@@ -180,15 +191,17 @@ class Supervisor:
         rank = failure.rank * ranks_per_task
         where = f"rank {rank} on {failure.node}" if ranks_per_task == 1 else f"a rank on {failure.node}"
         words, rc = end_of(failure.code)
+        per_node = self.spec.num_processes // self.spec.num_nodes
+        keep_words(self.run_dir, self.attempt, rank, failure.rank, per_node)
         tried = failure.code < 0 or (failure.code != USELESS_TO_RETRY and has_ever_stepped(self.run_dir))
         return Ending("restart" if tried else "failed", f"{where} {words}", rc, failing_rank=rank)
 
-    def _lost(self, silent: list[str], board: Switchboard) -> Ending:
-        own = os.environ.get("SLURMD_NODENAME", "")
-        if len(silent) >= len(board.heard) - 1 > 1 and own not in silent:
-            reason = f"{own} hears none of the other nodes: it is cut off"
-            return Ending("requeue", reason, rc=1, lost_node=own)
-        return Ending("requeue", f"{', '.join(silent)} fell silent", rc=1, lost_node=silent[0])
+    def _collect(self, board: Switchboard) -> None:
+        """Writes what the ranks did last, for all who watch."""
+        if (told := list(board.ranks.values())) != self.told and self.home.why_lost() is None:
+            self.told = told
+            with contextlib.suppress(OSError):
+                write_all_heartbeats(self.run_dir, told)
 
     def _told_to_end(self) -> Ending | None:
         """Returns what a SIGTERM to this very process means: Slurm kills it in a moment."""
@@ -286,7 +299,6 @@ class Supervisor:
             step.send_signal(number)
             deadline = time.monotonic() + (0.5 if board.silent() else 3.0)  # of a silent node it would wait for ever
             while step.poll() is None and time.monotonic() < deadline:
-                board.receive()  # ranks ask whether the end is meant
                 time.sleep(0.05)
         step.wait()
         kill_descendants()

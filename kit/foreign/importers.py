@@ -7,6 +7,7 @@ contradict each other: steps faster than the device can multiply matrices were n
 import contextlib
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,9 +200,11 @@ def _drop_time(row: dict[str, Any], plan: Plan, hardware: float, peak: float) ->
 
 
 def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
-    kept = ("spec.json", "state.json", "exit.json", "history.jsonl", "plan.attempt_*.json", "logs/attempt_*")
+    kept = ("spec.json", "state.json", "exit.json", "history.jsonl", "plan.attempt_*.json", "logs/attempt_*_*")
     for old in [file for pattern in kept for file in out.glob(pattern)]:  # of an earlier import of the same log
         old.unlink()
+    for folder in out.glob("logs/attempt_*"):
+        shutil.rmtree(folder)
     out.mkdir(parents=True, exist_ok=True)
     run = Run(out, spec=asked.spec, plan=asked.plan, recipe=asked.recipe, site=site)
     for name, text in run.asked().items():
@@ -224,7 +227,7 @@ def _tell_state(run: Run, recorder: StepRecorder, reader: LogReader, following: 
     for number in range(1, attempt + 1):
         run.plan.write(run.directory / f"plan.attempt_{number:02d}.json")
         shown = log_path(run.directory, number, 0)
-        shown.parent.mkdir(exist_ok=True)
+        shown.parent.mkdir(parents=True, exist_ok=True)
         if not shown.is_symlink():
             shown.symlink_to(reader.file)
     ends = "says that training is done," if reader.parser.done else "was read to its end,"

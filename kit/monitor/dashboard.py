@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cluster.job import read_status
-from cluster.state import log_path, read_exit, read_state
+from cluster.state import find_log, read_exit, read_state
 from kit.errors import ConfigError, RunError
 from kit.monitor import logs
 from kit.monitor.actions import Actions
@@ -166,7 +166,8 @@ class Dashboard:
 
     def log(self) -> str:
         """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
-        file = log_path(self.run.directory, self.status.attempt, self.log_rank)
+        per_node = self.run.site.devices_per_node
+        file = find_log(self.run.directory, self.status.attempt, self.log_rank, per_node)
         text = logs.search(file, self.log_search) if self.log_search else logs.tail(file)
         report = read_exit(self.run.directory) if self.status.exit_code else None
         return report.log_tail if report and not text and not self.log_search else text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.state import read_rank_heartbeats
+from cluster.heartbeats import read_rank_heartbeats
 
 SAMPLES, BLOCKS = 120, 12
 MIN_SAMPLES = 2 * BLOCKS

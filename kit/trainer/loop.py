@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cluster.heartbeats import MANY
 from cluster.home import Home
-from cluster.state import JobState, read_rank_heartbeats, take_request, update_state, write_rank_heartbeat
+from cluster.state import JobState, take_request, update_state
 from kit.data import Samples
 from kit.engines import ScalingEngine, build_engine
 from kit.engines.process_group import control_group
@@ -18,7 +19,8 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from kit.trainer.checkpoints import engine_checkpoints
 from kit.trainer.recovery import Recovery
-from kit.trainer.watchdog import Watchdog
+from kit.trainer.signs import Signs
+from kit.trainer.watchdog import Watchdog, patience_s
 
 HEARTBEAT_EVERY_S = 1.0
 
@@ -45,8 +47,10 @@ class Trainer:
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
         # With engine neuron any step may compile, for longer than anyone would wait for a hung rank.
-        patience_s = None if self.plan.engine == "neuron" else self.recipe.hung_after_s
-        self.watchdog = Watchdog(patience_s, rank=self.rank, alive=self._say_alive, silent_ranks=self._silent_ranks)
+        asked_s, is_many = self.recipe.hung_after_s, self.plan.num_devices > MANY
+        limit_s = None if self.plan.engine == "neuron" else patience_s(asked_s, type(self.recipe).hung_after_s, is_many)
+        self.signs = Signs(run.directory, attempt, self.control)
+        self.watchdog = Watchdog(limit_s, rank=self.rank, alive=self.signs.say, silent_ranks=self.signs.silent_ranks)
         self.last_beat = float("-inf")
         self.is_stopped = False
 
@@ -95,6 +99,7 @@ class Trainer:
     def _respond(self, row: dict[str, Any]) -> None:
         """Answers a bad step as the recipe says; where that ends the run, the step is still in the metrics."""
         self.watchdog.step_done(self.step, self.step_time_s)
+        self.signs.step_done(self.step, self.step_time_s, self.work_s)
         try:
             with self.watchdog.paused():
                 self.recovery.respond(row, self.checkpoints)
@@ -141,11 +146,14 @@ class Trainer:
 
     def _requests(self) -> tuple[bool, bool]:
         """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary."""
-        asked = torch.zeros(2)
+        asked = torch.zeros(3)
         if self.rank == 0:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
+            asked[2] = self.signs.must_gather()
         dist.broadcast(asked, src=0, group=self.control)
+        if asked[2]:
+            self.signs.gather()
         return bool(asked[0]), bool(asked[1])
 
     def _checkpoint(self) -> None:
@@ -168,7 +176,7 @@ class Trainer:
             return
         self.last_beat = now
         self.home.check()
-        self._say_alive()
+        self.signs.say()
         if self.rank == 0:
             update_state(
                 self.run.directory,
@@ -179,20 +187,6 @@ class Trainer:
                 step_time_s=self.step_time_s,
                 notice=self.recovery.notice,
             )
-
-    def _say_alive(self) -> None:
-        write_rank_heartbeat(
-            self.run.directory,
-            self.rank,
-            attempt=self.attempt,
-            step=self.step,
-            step_time_s=self.step_time_s,
-            work_s=self.work_s,
-        )
-
-    def _silent_ranks(self, for_s: float) -> list[int]:
-        beats = {beat.rank: beat.time for beat in read_rank_heartbeats(self.run.directory, self.attempt)}
-        return [r for r in range(self.plan.num_devices) if beats.get(r, 0.0) < max(beats.values(), default=0.0) - for_s]
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

@@ -2,7 +2,8 @@
 
 A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as long as those have
 patience (ten minutes and more). Time is counted in ticks of this process, so neither a stepped clock nor a process that
-was frozen and thawed as a whole looks like a hang. No torch.
+was frozen and thawed as a whole looks like a hang. A file system that hangs, which may be why, cannot hold it up: what
+is written is written by threads that nobody waits for. No torch.
 """
 
 import contextlib
@@ -19,6 +20,17 @@ STEPS, REMEMBERED = 10, 20
 """A step may take this many times the longest of so many before it, however short the limit."""
 OTHERS_WAIT_S = 5.0
 """Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself."""
+SAY_WAIT_S = 15.0
+MANY_LIMIT_S = 600.0
+
+
+def patience_s(asked_s: float | None, default_s: float | None, is_many: bool) -> float | None:
+    """Returns how long a step may take: as asked, but of many ranks and where nothing was asked, MANY_LIMIT_S.
+
+    The file system of a large machine may fail over to another server, which takes two minutes, and a restart of
+    thousands of ranks costs more than a wait.
+    """
+    return MANY_LIMIT_S if is_many and asked_s == default_s else asked_s
 
 
 class Watchdog:
@@ -28,12 +40,13 @@ class Watchdog:
         limit_s: seconds without a step, at least; None: never.
         rank: of this process.
         alive: called while a step is late: says that this process still answers.
-        silent_ranks: returns those that did not say so lately, given the seconds.
+        silent_ranks: returns those that did not say so lately, given the seconds, or None where that is not known.
     """
 
     def __init__(
-        self, limit_s: float | None, *, rank: int, alive: Callable[[], None], silent_ranks: Callable[[float], list[int]]
-    ) -> None:
+        self, limit_s: float | None, *, rank: int, alive: Callable[[], None],
+        silent_ranks: Callable[[float], list[int] | None],
+    ) -> None:  # fmt: skip
         self.limit_s, self.rank, self.alive, self.silent_ranks = limit_s, rank, alive, silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)
         self.silent_s, self.step, self.is_paused = 0.0, 0, False
@@ -60,7 +73,7 @@ class Watchdog:
         self.ended.set()
 
     def _watch(self) -> None:
-        began = time.monotonic()
+        began, saying = time.monotonic(), None
         while not self.ended.wait(TICK_S):
             now = time.monotonic()
             self.silent_s += min(now - began, 2 * TICK_S)
@@ -69,17 +82,28 @@ class Watchdog:
                 self.silent_s = 0.0
                 continue
             limit_s = max(self.limit_s, STEPS * max(self.times))
-            if self.silent_s > limit_s / 2:
-                with contextlib.suppress(OSError):
-                    self.alive()
+            if self.silent_s > limit_s / 2 and not (saying and saying.is_alive()):
+                saying = _start(self._say_alive)
             if self.silent_s > limit_s + (OTHERS_WAIT_S if self.rank else 0):
-                self._end(limit_s)
+                _start(self._say_why, limit_s).join(SAY_WAIT_S)
+                os._exit(1)
 
-    def _end(self, limit_s: float) -> None:
+    def _say_alive(self) -> None:
+        with contextlib.suppress(OSError):
+            self.alive()
+
+    def _say_why(self, limit_s: float) -> None:
         silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
-        who = f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no longer answers"
-        who = who if silent else "all ranks answer; the stacks in logs/ say where they wait"
+        if silent:
+            who = f"rank {', '.join(map(str, silent[:8]))}{' ...' if len(silent) > 8 else ''} no longer answers"
+        else:
+            who = f"{'all ranks answer; ' if silent == [] else ''}the stacks in logs/ say where they wait"
         faulthandler.dump_traceback(all_threads=True)
         # The last line of the log is what the supervisor gives as the reason.
         print(f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.", file=sys.stderr, flush=True)
-        os._exit(1)
+
+
+def _start(work: Callable[..., None], *arguments: float) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread

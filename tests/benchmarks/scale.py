@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cluster.heartbeats import RankHeartbeat, write_all_heartbeats
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
-from cluster.state import JobState, RankHeartbeat, RunState
+from cluster.state import JobState, RunState
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -95,7 +96,7 @@ def rank(folder: Path, size: int) -> Work:
 
 def heartbeats(folder: Path, size: int) -> Work:
     """The heartbeats of a run directory."""
-    from cluster.state import read_rank_heartbeats
+    from cluster.heartbeats import read_rank_heartbeats
 
     _write_heartbeats(folder, size)
     return lambda: read_rank_heartbeats(folder, 1)
@@ -155,13 +156,15 @@ def _run(folder: Path, ranks: int) -> Run:
 
 
 def _write_heartbeats(folder: Path, ranks: int) -> None:
-    (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    for number in range(ranks):
-        beat = RankHeartbeat(
+    folder.mkdir(parents=True, exist_ok=True)
+    beats = (
+        RankHeartbeat(
             rank=number, attempt=1, step=200, time=time.time(), step_time_s=7.5 + (number % 97) / 1000,
             host=f"node{number // 8:05d}",
-        )  # fmt: skip
-        (folder / "ranks" / f"rank_{number:05d}.json").write_text(beat.to_json())
+        )
+        for number in range(ranks)
+    )  # fmt: skip
+    write_all_heartbeats(folder, (beat.line for beat in beats))
 
 
 def _lines(first: int, last: int):

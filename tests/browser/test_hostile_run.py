@@ -20,7 +20,7 @@ def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path) -> None:
 
 
 def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path) -> None:
-    from cluster.state import read_rank_heartbeats
+    from cluster.heartbeats import read_rank_heartbeats
     from tests.monitor.recorded import recorded_run
 
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)

@@ -165,8 +165,8 @@ def test_lost_node(nodes, site, tmp_path, how):
     measured(f"{what}: noticed and requeued", requeued.time - start, at_most=60, note=requeued.reason)
     assert requeued.lost_node == "node3" and "node3 fell silent" in requeued.reason
     assert job.state is JobState.REQUEUED
-    assert eventually(lambda: not processes(STANDIN), 60), "the lost node still runs ranks of the old attempt"
-    measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=90)
+    assert eventually(lambda: not processes(STANDIN), 240), "the lost node still runs ranks of the old attempt"
+    measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=240)
     nodes.recover("node3")
     back = time.time()
     measured(f"{what}: running again after the node came back", comes_back(job, back).time - back)
@@ -291,7 +291,7 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
         note=status.reason.replace(f"{tmp_path}/", ""),
     )
     assert status.state is JobState.FAILED and "not a shared directory" in status.reason
-    assert not list((run_dir / "logs").glob("attempt*"))
+    assert not list((run_dir / "logs").glob("attempt*/*"))
 
 
 def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):

@@ -13,12 +13,12 @@ import pytest
 
 from cluster import poll
 from cluster.attempts import claim_attempt, hand_over, take_over
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.job import Job, JobSpec, read_status
 from cluster.poll import Look, Poller
 from cluster.process import Process
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped
 from cluster.record import ConfigError
-from cluster.slurm.beat import Line, Switchboard
 from cluster.state import (
     ExitReport,
     JobError,
@@ -30,13 +30,11 @@ from cluster.state import (
     last_attempt,
     read_exit,
     read_history,
-    read_rank_heartbeats,
     read_state,
     read_taken,
     take_request,
     update_state,
     write_exit,
-    write_rank_heartbeat,
 )
 
 
@@ -238,7 +236,7 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
     ask(run_dir, "stop")
     assert claim_attempt(run_dir) == 2 and asked_at(run_dir, "stop") is None
     (run_dir / "state.json").unlink()
-    (run_dir / "logs").mkdir()
+    (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "attempt_120_rank_00000.log").touch()
     assert last_attempt(run_dir) == 120
 
@@ -257,12 +255,15 @@ def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
 
 
 def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
-    for rank in (10, 2, 0):
-        write_rank_heartbeat(tmp_path, rank, attempt=2, step=rank, step_time_s=0.1)
-    write_rank_heartbeat(tmp_path, 1, attempt=1, step=5, step_time_s=None)
+    for rank, attempt in ((10, 2), (2, 2), (0, 2), (1, 1)):
+        tell(tmp_path, RankHeartbeat(rank=rank, attempt=attempt, step=rank, time=1.0, step_time_s=0.1))
     (tmp_path / "ranks" / "rank_00003.json").write_text('{"rank": 3, "att')
     assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [0, 2, 10]
     assert (tmp_path / "ranks" / "rank_00010.json").exists()
+    newer = [RankHeartbeat(rank=rank, attempt=3, step=1, time=2.0).line for rank in (5, 1)]
+    write_all_heartbeats(tmp_path, [*newer, b'{"rank": 3, "att', b"\xff"])
+    assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=3)] == [1, 5]
+    assert [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt=2)] == [0, 2, 10], "of an older version"
 
 
 @pytest.mark.parametrize(
@@ -429,26 +430,3 @@ def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, monkeypatch, s
     assert (judge.why_hung(tmp_path) is not None) == hangs
     running(tmp_path, state=state, heartbeat=time.time() - 1e6, step_time_s=step_time_s)
     assert judge.why_hung(tmp_path) is None, "a new beat is a sign of life, whatever the clock that it was written by"
-
-
-def test_beats_are_answered_and_strangers_are_not(monkeypatch):
-    board = Switchboard("127.0.0.1")
-    monkeypatch.setenv("KIT_SUPERVISOR", board.address)
-    monkeypatch.setenv("SLURMD_NODENAME", "node2")
-    line = Line()
-    line.send()
-    line.send(event="failed", rank=3, code=1)
-    stranger = Line()
-    stranger.token = "wrong"
-    stranger.send(event="failed", rank=4, code=1)
-    line.socket.send(b"\xff not json")
-    time.sleep(0.05)
-    assert [report["rank"] for report in board.receive()] == [3]
-    assert set(board.heard) == {"node2"} and board.silent() == []
-    line.receive()
-    stranger.receive()
-    assert line.order == "end" and stranger.alone_s == 0.0 and stranger.order == "ok"
-    board.heard["node2"] -= 31
-    assert board.silent() == ["node2"]
-    for end in (board, line.socket, stranger.socket):
-        end.close()

@@ -288,7 +288,7 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path):
     job = local.submit(spec(tmp_path, code, 1))
     assert (job.wait(20).state, job.status().attempt) == (JobState.DONE, 2)
     assert job.logs() == job.logs(attempt=2) == "attempt 2\n" and job.logs(attempt=1) == "attempt 1\n"
-    assert (tmp_path / "logs" / "attempt_01_rank_00000.log").exists()
+    assert (tmp_path / "logs" / "attempt_01" / "rank_00000.log").exists()
     for wrong in ({"rank": 1}, {"rank": -1}, {"attempt": 3}, {"attempt": 0}):
         with pytest.raises(JobError, match="Allowed"):
             job.logs(**wrong)
@@ -372,7 +372,7 @@ def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path):
     job.wait(20)
     job.spec.replace(argv=[*FAST, f"print('up')\n{SLEEP}"]).write(tmp_path / "job.json")
     with subprocess.Popen(["bash", tmp_path / "submit.sh"], stdout=subprocess.PIPE, process_group=0) as script:
-        assert eventually(lambda: (tmp_path / "logs" / "attempt_02_rank_00001.log").exists()) and printed(job, 1)
+        assert eventually(lambda: (tmp_path / "logs" / "attempt_02" / "rank_00001.log").exists()) and printed(job, 1)
         os.killpg(script.pid, signal.SIGINT)
         assert script.wait(20) == 130
     assert job.status().reason == "cancelled by SIGINT"

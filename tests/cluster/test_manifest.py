@@ -196,7 +196,7 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
     job = pod_job(tmp_path)
     assert pod(job, pod_site(tmp_path)).wait(30) == 0
     run = Path(job.run_dir)
-    assert (run / "logs" / "attempt_01_rank_00000.log").read_text() == "attempt 1 at name-1-0.name-1\n"
+    assert (run / "logs" / "attempt_01" / "rank_00000.log").read_text() == "attempt 1 at name-1-0.name-1\n"
     state, report = read_state(run), read_exit(run)
     assert state is not None and state.state is JobState.DONE and state.scheduler_job is not None
     assert (state.scheduler_job.id, state.scheduler_job.config) == ("job/name-1", "/default")
@@ -209,7 +209,7 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
 def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_path):
     job = pod_job(tmp_path, argv=(str(tmp_path / "bin" / "probe"), "wait"))
     process = pod(job, pod_site(tmp_path))
-    log = Path(job.run_dir) / "logs" / "attempt_01_rank_00000.log"
+    log = Path(job.run_dir) / "logs" / "attempt_01" / "rank_00000.log"
     deadline = time.monotonic() + 30
     while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)

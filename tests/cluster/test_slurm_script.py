@@ -36,9 +36,10 @@ for ((task = 0; task < tasks; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % per_node)) SLURM_NODEID=$((task / per_node)) "$@" || exit
 done""",
     "python": """
+[ "$1" != -S ] || shift 2
 module=$2
 case $module in
-    cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3 ;;
+    cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3; mkdir -p "$KIT_RUN_DIR/logs/attempt_03" ;;
     cluster.slurm.rank) shift 2 ;;
     torch.distributed.run)
         for word in "$@"; do
@@ -337,7 +338,7 @@ def test_ranks_find_their_place_and_each_other(bench):
         assert place == {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",
                          "KIT_ATTEMPT": "3"}  # fmt: skip
         assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("node1", "20042")
-        log = Path(job.run_dir) / "logs" / f"attempt_03_rank_{rank:05d}.log"
+        log = Path(job.run_dir) / "logs" / "attempt_03" / f"rank_{rank:05d}.log"
         assert log.read_text() == f"rank {rank} was here\n"
 
 
@@ -345,7 +346,7 @@ def test_frontier_starts_from_the_disk_of_each_node(bench):
     packed = bench.folder / "packed" / "bin"
     packed.mkdir(parents=True)
     (packed / "conda-unpack").write_text("#!/bin/bash\ntouch bin/unpacked\n")
-    (packed / "python").write_text('#!/bin/bash\n[ "$1" = -m ] || exec "$@"\nshift 2\nexec "$@"\n')
+    (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 4\nexec "$@"\n')
     for file in packed.iterdir():
         file.chmod(0o755)
     subprocess.run(["tar", "-cf", bench.folder / "environment.tar", "-C", bench.folder / "packed", "bin"], check=True)
@@ -373,8 +374,9 @@ def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     assert "NEURON_EXTRACT_GRAPHS_ONLY" not in variables
     assert variables["PET_SIGNALS_TO_HANDLE"] == "SIGINT,SIGHUP,SIGQUIT"
     assert bench.rank(job, 3)[1]["LOCAL_RANK"] == "1"
-    assert sorted(file.name for file in (Path(job.run_dir) / "logs").iterdir()) == sorted(
-        [f"{phase}_rank_{rank:05d}.log" for phase in ("compile", "attempt_03") for rank in range(4)]
+    logs = Path(job.run_dir) / "logs"
+    assert sorted(str(file.relative_to(logs)) for file in logs.rglob("*.log")) == sorted(
+        [f"{phase}rank_{rank:05d}.log" for phase in ("compile_", "attempt_03/") for rank in range(4)]
     )
 
 

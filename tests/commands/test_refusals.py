@@ -76,7 +76,7 @@ def finished(tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset) -> Run:
     (run.directory / "metrics.jsonl").write_text("".join(rows(1, STEPS)))
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=10)
-    log_path(run.directory, attempt, 0).parent.mkdir()
+    log_path(run.directory, attempt, 0).parent.mkdir(parents=True, exist_ok=True)
     log_path(run.directory, attempt, 0).write_text("step 20 of 20\n")
     manifest = Manifest(
         step=STEPS, attempt=attempt, samples=160, tokens=160 * 16, seed=1234, time=0.0, spec=spec, plan=PLAN, files={}

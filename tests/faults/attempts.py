@@ -33,7 +33,7 @@ class Attempt:
 
     def __init__(self, run: Run, number: int = 1, sabotage: Callable[[int], None] | None = None) -> None:
         self.run, self.number, self.started = run, number, time.monotonic()
-        (run.directory / "logs").mkdir(exist_ok=True)
+        log_path(run.directory, number, 0).parent.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from cluster.heartbeats import RankHeartbeat, tell
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
-from cluster.state import JobState, RunState, log_path, write_rank_heartbeat
+from cluster.state import JobState, RunState, log_path
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -41,7 +42,7 @@ def recorded_run(
     with (run.directory / "metrics.jsonl").open("w") as stream:
         stream.writelines(rows(1, steps, spike_at=spike_at, second_attempt_at=second_attempt_at))
     log = log_path(run.directory, attempts, 0)
-    log.parent.mkdir(exist_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(f"step {step} of {planned}: all is well\n" for step in range(1, steps + 1)))
     (run.directory / "ranks").mkdir(exist_ok=True)
     say(run, state, attempts, steps)
@@ -83,7 +84,8 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
     """Writes one heartbeat of every rank, one of them slower than the others."""
     for rank in range(run.plan.num_devices):
         time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
-        write_rank_heartbeat(run.directory, rank, attempt=attempt, step=step, step_time_s=time_s)
+        heartbeat = RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s)
+        tell(run.directory, heartbeat)
 
 
 def dead_process() -> Process:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cluster.heartbeats import RankHeartbeat
 from cluster.process import Process
-from cluster.state import JobState, RankHeartbeat, RunState, log_path
+from cluster.state import JobState, RunState, log_path
 from kit.monitor import logs
 from kit.monitor.dashboard import ALERTS_SHOWN, Dashboard, View
 from kit.run import Run

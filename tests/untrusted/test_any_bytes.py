@@ -13,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.heartbeats import read_rank_heartbeats
 from cluster.record import ConfigError
 from cluster.site import Site
 from cluster.slurm.beat import Switchboard
-from cluster.state import read_exit, read_history, read_rank_heartbeats, read_state
+from cluster.state import read_exit, read_history, read_state
 from kit.convert.gguf import GgufFile
 from kit.convert.hugging_face import SafetensorsFolder, import_hugging_face
 from kit.data import Corpus, TokenFile, load_tokenizer
@@ -109,7 +110,14 @@ STATE = ("state", "attempt", "step", "heartbeat", "step_time_s", "process", "sch
 @fuzzed(data=st.binary(max_size=200) | deep | tables(*STATE, "rc", "host", "pid"))
 def test_what_a_job_says(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "ranks").mkdir(exist_ok=True)
-    for name in ("state.json", "exit.json", "history.jsonl", "ranks/rank_00000.json", "alerts.jsonl"):
+    for name in (
+        "state.json",
+        "exit.json",
+        "history.jsonl",
+        "ranks/rank_00000.json",
+        "ranks/all.jsonl",
+        "alerts.jsonl",
+    ):
         (tmp_path / name).write_bytes(data + b"\n")
     read_state(tmp_path), read_exit(tmp_path), read_history(tmp_path), read_rank_heartbeats(tmp_path, 1)
     AlertLog(tmp_path / "alerts.jsonl")
@@ -279,5 +287,5 @@ def test_no_datagram_ends_a_supervisor() -> None:
         ):
             stranger.sendto(data, ("127.0.0.1", port))
     time.sleep(0.1)
-    assert board.receive() == []
+    assert board.taken() == []
     board.close()

@@ -42,7 +42,7 @@ export MASTER_ADDR MASTER_PORT=$((20000 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_C
 # The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.
 export KIT_ENVIRONMENT="/mnt/bb/$USER/environment"
 unpack_environment() {
-    cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && bin/conda-unpack
+    cd "$KIT_ENVIRONMENT" && tar -xf environment.tar && { [ ! -e bin/conda-unpack ] || bin/conda-unpack; }
 }
 export -f unpack_environment
 srun --nodes=384 --ntasks=384 --ntasks-per-node=1 mkdir -p "$KIT_ENVIRONMENT" \
@@ -60,8 +60,8 @@ run_rank() {
     export MIOPEN_USER_DB_PATH="/tmp/miopen-$SLURM_JOB_ID-$SLURM_LOCALID"
     export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
     mkdir -p "$MIOPEN_USER_DB_PATH"
-    printf -v log '%s/logs/attempt_%02d_rank_%05d.log' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"
-    exec >>"$log" 2>&1 || exit
+    printf -v log '%s/logs/attempt_%02d/rank_%05d.log' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"
+    [ "$RANK" != 0 ] || exec >>"$log" 2>&1 || exit
     cd /shared/work || exit
     exec python -m kit.train --run /shared/runs/frontier-1t
 }
@@ -74,4 +74,4 @@ exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -
     srun --nodes=384 --ntasks=3072 --ntasks-per-node=8 \
     --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest \
     --kill-on-bad-exit=1 --wait=60 --label \
-    python -m cluster.slurm.rank bash -c run_rank
+    python -S -E -m cluster.slurm.rank bash -c run_rank

@@ -2,6 +2,7 @@
 # hlat-7b: runs 2048 ranks on 64 nodes of trn1.32xlarge, each with
 #   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-7b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
+# WARNING: the ranks of 64 nodes would all read Python and its packages from the shared file system, at 33,000 file calls each. Pack them once, `tar -C /shared/environment -cf environment.tar .`, and give the file as archive, and a folder on each node's own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container.
 # ----------------------------------------------------------------------------------------------------
 #SBATCH --job-name=hlat-7b
 #SBATCH --partition=compute1
@@ -35,8 +36,8 @@ export MASTER_ADDR MASTER_PORT=41000
 # ----------------------------------------------------------------------------------------------------
 # What each rank runs.
 run_rank() {
-    printf -v log '%s/logs/attempt_%02d_rank_%05d.log' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"
-    exec >>"$log" 2>&1 || exit
+    printf -v log '%s/logs/attempt_%02d/rank_%05d.log' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"
+    [ "$RANK" != 0 ] || exec >>"$log" 2>&1 || exit
     export XLA_USE_BF16=1
     export XLA_DOWNCAST_BF16=0
     export NEURON_RT_STOCHASTIC_ROUNDING_EN=1
@@ -74,4 +75,4 @@ exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -
     srun --nodes=64 --ntasks=64 --ntasks-per-node=1 \
     --cpus-per-task=128 \
     --kill-on-bad-exit=1 --wait=60 --label \
-    /shared/environment/bin/python -m cluster.slurm.rank bash -c run_node
+    /shared/environment/bin/python -S -E -m cluster.slurm.rank bash -c run_node

@@ -1,0 +1,69 @@
+"""Signs of life of one rank, for those who watch the run and for the watchdog that must name the rank that hangs.
+
+Under Slurm they go to the keeper of the node. Without a keeper each rank has a file; of more than MANY ranks, rank 0
+gathers them every GATHER_EVERY_S. So no file system meets many ranks at once.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cluster.heartbeats import MANY, PLACE, RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
+
+GATHER_EVERY_S = 10.0
+LINE_BYTES = 320
+RELAYED_S = 12.0
+"""How old the newest word of a rank may be that answers, by way of its keeper and the supervisor, and some more."""
+
+
+class Signs:
+    """What a rank says of itself.
+
+    Args:
+        directory: of the run.
+        attempt: of the run.
+        group: of all ranks, on the CPU.
+    """
+
+    def __init__(self, directory: Path, attempt: int, group: dist.ProcessGroup) -> None:
+        self.directory, self.group, self.num_ranks = directory, group, dist.get_world_size()
+        self.beat = RankHeartbeat(
+            rank=dist.get_rank(), attempt=attempt, step=0, time=time.time(), host=os.uname().nodename
+        )
+        self.is_relayed = PLACE in os.environ
+        self.is_gathered = self.num_ranks > MANY and not self.is_relayed
+        self.gathered_at = float("-inf")
+
+    def step_done(self, step: int, step_time_s: float, work_s: float | None) -> None:
+        """Takes note of a step, to be told."""
+        self.beat = self.beat.replace(step=step, time=time.time(), step_time_s=step_time_s, work_s=work_s)
+
+    def say(self) -> None:
+        """Says that this rank answers, and what it did last; also from the thread of the watchdog."""
+        if not self.is_gathered:
+            tell(self.directory, self.beat.replace(time=time.time()))
+
+    def must_gather(self) -> bool:
+        """Whether all ranks are to call `gather` now; for rank 0, which has them agree."""
+        return self.is_gathered and time.monotonic() - self.gathered_at > GATHER_EVERY_S
+
+    def gather(self) -> None:
+        """Has rank 0 write what all ranks did last; all of them call it."""
+        self.gathered_at = time.monotonic()
+        line = torch.frombuffer(bytearray(self.beat.line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8)
+        lines = [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
+        dist.gather(line, lines, dst=0, group=self.group)
+        if lines:
+            write_all_heartbeats(self.directory, (bytes(line.tolist()).rstrip() for line in lines))
+
+    def silent_ranks(self, for_s: float) -> list[int] | None:
+        """Returns the ranks that have not said for so long that they answer, or None where nobody was told."""
+        if self.is_gathered:
+            return None
+        for_s = max(for_s, RELAYED_S) if self.is_relayed else for_s
+        beats = {beat.rank: beat.time for beat in read_rank_heartbeats(self.directory, self.beat.attempt)}
+        newest = max(beats.values(), default=0.0)
+        return [rank for rank in range(self.num_ranks) if beats.get(rank, 0.0) < newest - for_s]

@@ -1,0 +1,202 @@
+"""Signs of life: who is heard, who is blamed, and what a stall of the supervisor or of a file system may not do."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from cluster.heartbeats import PLACE, RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.slurm import silence
+from cluster.slurm.beat import BEAT_EVERY_S, SILENT_AFTER_S, Line, Switchboard
+from cluster.slurm.silence import DOUBT_S, SilenceJudge
+from cluster.state import JobError, find_log
+from tests.cluster.waiting import eventually
+
+
+@pytest.fixture
+def board(monkeypatch):
+    board = Switchboard("127.0.0.1")
+    monkeypatch.setenv("KIT_SUPERVISOR", board.address)
+    monkeypatch.setenv("SLURMD_NODENAME", "node2")
+    yield board
+    board.close()
+
+
+@pytest.fixture
+def keeper(board):
+    """Makes ends of keepers, and closes them."""
+    made = []
+
+    def make(is_leader):
+        made.append(Line(is_leader=is_leader))
+        return made[-1]
+
+    yield make
+    for line in made:
+        line.socket.close()
+        line.local.close()
+
+
+def test_beats_are_answered_and_strangers_are_not(board, keeper):
+    line, stranger = keeper(True), keeper(False)
+    line.beat()
+    line.send(event="failed", rank=3, code=1)
+    stranger.token = "wrong"
+    stranger.send(event="failed", rank=4, code=1)
+    line.socket.send(b"\xff not json")
+    assert eventually(lambda: board.reports, 5)
+    time.sleep(0.05)
+    assert [report["rank"] for report in board.taken()] == [3] and board.taken() == []
+    assert set(board.heard) == {"node2"} and board.silent() == []
+    line.receive()
+    stranger.receive()
+    assert line.order == "end" and stranger.alone_s == 0.0 and stranger.order == "ok"
+    board.heard["node2"] -= 31
+    assert board.silent() == ["node2"]
+    line.beat(event="left")
+    assert eventually(lambda: not board.heard, 5), "a node that has done its work is not missed"
+
+
+def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
+    """Its ranks' heartbeats reach one file in one datagram; its other keepers learn of answers and orders."""
+    leader, other = keeper(True), keeper(False)
+    monkeypatch.setenv(PLACE, leader.place)
+    for rank in (8, 9):
+        tell(tmp_path, RankHeartbeat(rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"))
+    assert not list(tmp_path.iterdir()), "no file of a rank"
+    other.beat()
+    leader.receive()
+    assert other.answered is None
+    leader.beat()
+    assert eventually(lambda: leader.receive() or leader.answered, 5) and eventually(lambda: board.ranks, 5)
+    other.beat()
+    leader.receive()
+    other.receive()
+    assert other.answered and other.order == "ok"
+    assert set(board.heard) == {"node2"} and len(board.senders) == 1
+    write_all_heartbeats(tmp_path, board.ranks.values())
+    assert [(beat.rank, beat.step) for beat in read_rank_heartbeats(tmp_path, 2)] == [(8, 7), (9, 7)]
+    leader.pass_on_end()
+    other.receive()
+    assert other.order == "end"
+
+
+def test_first_node_is_reached_while_its_supervisor_is_silent(keeper, monkeypatch):
+    line = keeper(True)
+    with socket.create_server(("127.0.0.1", 0)) as meeting_point:
+        monkeypatch.setenv("MASTER_PORT", str(meeting_point.getsockname()[1]))
+        assert line.reaches_first_node()
+    assert line.reaches_first_node(), "a refusal is an answer too"
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: (_ for _ in ()).throw(TimeoutError))
+    assert not line.reaches_first_node()
+
+
+def test_many_silent_nodes_at_once_are_doubted(board, monkeypatch):
+    asked = []
+
+    def nodes_down(nodes, config):
+        asked.append(nodes)
+        if not answer:
+            raise JobError("no answer")
+        return {*nodes} & {*answer}
+
+    answer: list[str] = []
+    monkeypatch.setattr(silence, "nodes_down", nodes_down)
+    board.heard = {f"node{number}": 0.0 for number in range(1, 11)}
+    board.clock = SILENT_AFTER_S + 1
+    judge = SilenceJudge(board, None)
+    assert judge.lost() is None and len(asked) == 1 and len(asked[0]) == 10
+    assert judge.lost() is None and len(asked) == 1, "Slurm is not asked at each look"
+    board.clock += 4 * BEAT_EVERY_S
+    answer.append("node7")
+    assert judge.lost() == ("node7", "node7 fell silent") and len(asked) == 2
+    answer[:] = ["none"]
+    board.heard |= {f"node{number}": board.clock for number in range(1, 9)}
+    assert judge.lost() == ("node10", "node10, node9 fell silent"), "a fifth, as ever"
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    board.clock += 100
+    board.heard["node1"] = board.clock
+    assert judge.lost() is None
+    board.clock += DOUBT_S
+    board.heard["node1"] = board.clock
+    assert judge.lost() == ("node1", "node1 hears none of the other nodes: it is cut off")
+
+
+SUPERVISOR = """
+import sys, time
+from cluster.slurm.beat import Switchboard
+board = Switchboard("127.0.0.1")
+print(board.address, flush=True)
+while True:
+    time.sleep(0.05)
+    print(len(board.heard), len(board.ranks), *board.silent(), flush=True)
+"""
+
+
+def test_frozen_supervisor_blames_no_node(request):
+    """384 nodes of 8 ranks go on while it stands still for two limits; one that really falls silent is noticed."""
+    every_s = 5.0 if request.config.getoption("--real-limits") else 0.5
+    environment = {**os.environ, "KIT_BEAT_EVERY_S": str(every_s)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR], env=environment, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout
+    host, port, token = process.stdout.readline().strip().rsplit(":", 2)
+    beat = RankHeartbeat(
+        rank=1000, attempt=1, step=1, time=time.time(), step_time_s=1.5, work_s=1.5, host="frontier01234"
+    )
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(384)]
+    for end in sockets:
+        end.setblocking(False)
+        end.connect((host, int(port)))
+
+    def beats(seconds, without=None):
+        """All nodes beat, one after the other; returns the nodes that were called silent, and when."""
+        until, found = time.monotonic() + seconds, {}
+        while (begun := time.monotonic()) < until:
+            for number, end in enumerate(sockets):
+                if number != without:
+                    head = json.dumps({"token": token, "node": f"node{number}"}).encode()
+                    end.send(b"\n".join([head, *[beat.line] * 8]))
+                if number % 32 == 31:
+                    time.sleep(every_s / 24)
+            while select.select([process.stdout], [], [], 0)[0]:
+                heard, ranks, *silent = process.stdout.readline().split()
+                found |= {node: time.monotonic() for node in silent}
+                found["heard"] = int(heard)
+            time.sleep(max(0.0, begun + every_s - time.monotonic()))
+        return found
+
+    try:
+        assert beats(4 * every_s) == {"heard": 384}
+        process.send_signal(signal.SIGSTOP)
+        beats(12 * every_s)
+        process.send_signal(signal.SIGCONT)
+        assert beats(8 * every_s) == {"heard": 384}, "healthy nodes are called silent"
+        start = time.monotonic()
+        found = beats(9 * every_s, without=200)
+        assert set(found) == {"heard", "node200"} and found["node200"] - start <= 9 * every_s
+    finally:
+        process.kill()
+        process.wait()
+        for end in (process.stdout, *sockets):
+            end.close()
+
+
+def test_logs_of_every_layout_are_found(tmp_path):
+    logs = tmp_path / "logs"
+    (logs / "attempt_02").mkdir(parents=True)
+    (logs / "attempt_01_rank_00009.log").touch()
+    for name in ("node_1.log", "rank_00000.log", "rank_00010.log"):
+        (logs / "attempt_02" / name).touch()
+    found = [find_log(tmp_path, attempt, rank, 8).relative_to(logs) for attempt, rank in ((1, 9), (2, 9), (2, 10))]
+    assert list(map(str, found)) == [
+        "attempt_01_rank_00009.log", "attempt_02/node_1.log", "attempt_02/rank_00010.log",
+    ]  # fmt: skip
+    assert find_log(tmp_path, 3, 0, 8) == logs / "attempt_03" / "rank_00000.log"
