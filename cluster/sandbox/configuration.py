@@ -163,7 +163,8 @@ def hosts(layout: Layout) -> str:
 def site(layout: Layout) -> str:
     """Returns a site file for the sandbox: a device is a core, and there are no peaks to compare with."""
     # Names of nodes that share one host resolve nowhere.
-    one_host = "" if layout.isolated else 'task_setup = ["export MASTER_ADDR=127.0.0.1"]\n'
+    here = 'task_setup = ["export MASTER_ADDR=127.0.0.1"]\nenvironment = { KIT_BEAT_HOST = "127.0.0.1" }\n'
+    one_host = "" if layout.isolated else here
     return f"""\
 name = "sandbox"
 description = "a real Slurm with {layout.num_nodes} simulated nodes; each process computes on one CPU core"

@@ -1,12 +1,11 @@
 """Signs of life between the nodes of a job and its supervisor, as datagrams; nothing here touches a file.
 
-One keeper a node, its leader, says every BEAT_EVERY_S that the node is there, and what its ranks did last; the
-supervisor answers. The leader hands its answers on to the other keepers of its node, and takes the ranks' heartbeats,
-through an abstract Unix socket. So the supervisor knows of a node that has fallen silent long before Slurm or the
-collectives do, and a node that is cut off knows it too, and ends. A node that was never heard is not missed: where
-datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment sets the rhythm, and with it
-the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be held up for three minutes, as by a file
-system that fails over.
+One keeper a node, its leader, says every BEAT_EVERY_S that the node is there, and what its ranks did last, which they
+tell it through an abstract Unix socket; the supervisor answers. So the supervisor knows of a node that has fallen
+silent long before Slurm or the collectives do, and a node that is cut off knows it too, and ends. A node that was never
+heard is not missed: where datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment
+sets the rhythm, and with it the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be held up for
+three minutes, as by a file system that fails over.
 """
 
 import contextlib
@@ -107,71 +106,44 @@ class Switchboard:
 
 
 class Line:
-    """A keeper's end; the leader of a node speaks for it."""
+    """A keeper's end; the leader of a node speaks for it, the others only have something to report."""
 
     def __init__(self, *, is_leader: bool) -> None:
         self.host, port, self.token = os.environ[VARIABLE].rsplit(":", 2)
-        self.is_leader = is_leader
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         self.place = f"kit-{self.token}-{self.node}"
-        """The leader's address on its node, where ranks send their heartbeats too."""
-        self.local = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        with contextlib.suppress(OSError):
-            self.local.bind(f"\0{self.place}" if is_leader else "")
-        for end in (self.socket, self.local):
+        """Where the ranks of the node tell their heartbeats."""
+        for end in (self.socket, self.ear):
             end.setblocking(False)
         with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
             self.socket.connect((self.host, int(port)))
+        if is_leader:
+            self.ear.bind(f"\0{self.place}")
         self.ranks: dict[int, bytes] = {}
-        self.keepers: set[bytes] = set()
         self.answered: float | None = None
         self.order = "ok"
 
-    def beat(self, **report: object) -> None:
-        """Says that the node, or in it this keeper, is there."""
-        if self.is_leader:
-            self.send(*self.ranks.values(), **report)
-        else:
-            self._tell(b"?", f"\0{self.place}")
-
-    def send(self, *ranks: bytes, **report: object) -> None:
-        """Sends a report to the supervisor, with the heartbeats of ranks."""
+    def send(self, **report: object) -> None:
+        """Sends a beat, or a report when there is one, with the heartbeats of ranks."""
         head = json.dumps({"token": self.token, "node": self.node, **report}).encode()
         with contextlib.suppress(OSError):
-            self.socket.send(b"\n".join([head, *ranks]))
+            self.socket.send(b"\n".join([head, *self.ranks.values()]))
 
     def receive(self) -> None:
-        """Notes the supervisor's answers, and hands them on or takes them from the leader."""
+        """Notes the supervisor's answers, and what the ranks tell."""
         with contextlib.suppress(OSError):
             while True:
-                self._note(self.socket.recv(64))
+                answer = self.socket.recv(64)
+                self.answered = time.monotonic()
+                if answer == b"end":
+                    self.order = "end"
         with contextlib.suppress(OSError):
             while True:
-                data, sender = self.local.recvfrom(4096)
-                if not self.is_leader:
-                    self._note(data)
-                elif data == b"?":
-                    self.keepers.add(sender)
-                    if self.answered and self.alone_s < 2 * BEAT_EVERY_S:
-                        self._tell(self.order.encode(), sender)
-                else:
-                    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                        self.ranks[int(json.loads(data)["rank"])] = data
-
-    def pass_on_end(self) -> None:
-        """Has the other keepers of the node end."""
-        for keeper in self.keepers:
-            self._tell(b"end", keeper)
-
-    def _note(self, answer: bytes) -> None:
-        self.answered = time.monotonic()
-        if answer == b"end":
-            self.order = "end"
-
-    def _tell(self, data: bytes, address: str | bytes) -> None:
-        with contextlib.suppress(OSError):  # the other has ended, or does not come to read
-            self.local.sendto(data, address)
+                line = self.ear.recv(4096)
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # of anyone on the node
+                    self.ranks[int(json.loads(line)["rank"])] = line
 
     def answered_before(self, moment: float) -> bool:
         """Whether the last answer is older than a moment of `time.monotonic`."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.heartbeats import PLACE
 from cluster.home import Home
+from cluster.process import child_pids
 from cluster.record import Record, field_doc
 from cluster.slurm.beat import ALONE_AFTER_S, BEAT_EVERY_S, DEPUTY_AFTER_S, VARIABLE, Line
 from cluster.state import JobError, JobState, SchedulerJob, locked, read_state, record_event
@@ -75,12 +76,11 @@ class Keeper:
             if self._must_end():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                if self.line:
-                    self.line.pass_on_end()
+                self._warn_others()
                 process.wait()
         code = process.returncode
         if self.line and self.is_leader and code == 0:
-            self.line.beat(event="left")
+            self.line.send(event="left")
         if code and not self._ordered():
             self._record(code)
         kill_descendants()
@@ -92,9 +92,9 @@ class Keeper:
         now = time.monotonic()
         if now >= self.next_beat:
             self.next_beat = now + BEAT_EVERY_S
-            if self.line:
-                self.line.beat()
-        sources = [reader, *([self.line.socket, self.line.local] if self.line else [])]
+            if self.line and self.is_leader:
+                self.line.send()
+        sources = [reader, *([self.line.socket, self.line.ear] if self.line else [])]
         ready, _, _ = select.select(sources, [], [], min(self.next_beat - now, 1.0 if self.warned_at else BEAT_EVERY_S))
         numbers = os.read(reader, 256) if reader in ready else b""
         if signal.SIGTERM in numbers:
@@ -113,14 +113,19 @@ class Keeper:
         unheard = self.warned_at is not None and self.line.answered_before(self.warned_at)
         if unheard and self.warned_at is not None and time.monotonic() - self.warned_at > ANSWER_WAIT_S:
             return True
-        if self.line.alone_s < ALONE_AFTER_S and not self._must_stand_in():
+        if not self.is_leader or (self.line.alone_s < ALONE_AFTER_S and not self._must_stand_in()):
             return False
-        if self.is_leader:
-            print(
-                f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr
-            )
+        print(f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr)
         self.is_orphan = True
         return True
+
+    def _warn_others(self) -> None:
+        """Has the other keepers of the node, children of the same slurmstepd, ask whether they must end too."""
+        with contextlib.suppress(OSError):
+            parent = os.getppid()
+            if self.is_leader and Path(f"/proc/{parent}/comm").read_text().startswith("slurmstepd"):
+                for pid in {*child_pids(parent)} - {os.getpid()}:
+                    os.kill(pid, signal.SIGTERM)
 
     def _must_stand_in(self) -> bool:
         """Whether the deputy must act: the supervisor may be held up for long, but its node does not answer either."""

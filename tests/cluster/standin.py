@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.heartbeats import PLACE, RankHeartbeat, tell
 from cluster.record import write_atomic
 from cluster.state import take_request, update_state
 
@@ -16,6 +17,9 @@ print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
 while step < num_steps and not stopped.exists():
     time.sleep(step_time_s)
     step += 1
+    if PLACE in os.environ:
+        node = os.environ.get("SLURMD_NODENAME")
+        tell(run_dir, RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), host=node))
     if rank == 0:
         beat = {"step": step, "heartbeat": time.time(), "step_time_s": step_time_s}
         update_state(run_dir, attempt=attempt, state="running", **beat)

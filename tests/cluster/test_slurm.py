@@ -14,6 +14,7 @@ from cluster.job import JobSpec
 from cluster.poll import Look, Poller
 from cluster.record import ConfigError
 from cluster.sandbox import Sandbox, why_not
+from cluster.scheduler import Broadcast
 from cluster.site import Site
 from cluster.slurm import preflight
 from cluster.slurm import queries as slurm_queries
@@ -140,6 +141,32 @@ def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, t
         return sandbox.run("scontrol", "show", "job", slurm_id(job))
 
     assert eventually(lambda: "JobState=FAILED" in shown()) and "ExitCode=1:0" in shown(), "Slurm knows the truth too"
+
+
+def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_path):
+    """A venv by the command that a refusal names: keepers and ranks run from the disk of their node."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    (packages / "packed.py").write_text("import os\nprint(__file__, os.environ['SLURMD_NODENAME'])\n")
+    job = job_spec(tmp_path / "run", str(venv / "bin" / "python"), "-c", "import packed")
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(sys, "executable", job.argv[0])
+        with pytest.raises(
+            ConfigError, match="65 nodes would all read Python.*Above 64 nodes nothing is sent"
+        ) as refused:
+            preflight.check(job.replace(num_nodes=65, num_processes=65), site)
+    command = str(refused.value).split("`")[1]
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    shutil.rmtree(venv)
+    scratch = sandbox.layout.path("scratch") if sandbox.layout.isolated else tmp_path / "disk"
+    broadcast = Broadcast(directory=f"{scratch}/$SLURMD_NODENAME", archive=str(tmp_path / "environment.tar"))
+    packed = site.replace(slurm=site.slurm.replace(broadcast=broadcast))
+    sent = slurm.submit(job.replace(argv=("python", *job.argv[1:])), packed)
+    assert sent.wait(60).state is JobState.DONE, sent.status()
+    for rank in range(4):
+        file, node = sent.logs(rank).split()
+        assert node == f"node{rank + 1}" and file.startswith(str(scratch)) and "site-packages/packed.py" in file
 
 
 WORDS = ["two words", "it's", 'say "x"', "$(touch canary)", "`touch canary`", "a;touch canary", "naïve → 名", "50%j\\n"]

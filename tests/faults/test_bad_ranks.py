@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from cluster.heartbeats import PLACE, read_rank_heartbeats
+from cluster.slurm.beat import Line
 from kit.engines.native import NativeEngine
 from kit.estimate.choose.memory_advice import changes, estimated
 from kit.monitor.ranks import RankTimes
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
+from kit.trainer import signs
 from kit.trainer.loop import Trainer
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, cost
@@ -47,6 +50,31 @@ def test_slow_rank_is_named_though_all_wait_for_it(prepare):
     attempt.kill()
     assert start is not None and slowest.rank == 1
     cost("slow rank: named after", time.monotonic() - start, "s", at_most=60, note=str(slowest).partition(" takes ")[2])
+
+
+def gathered(here: int) -> None:
+    """A sabotage: two ranks are as many as a thousand."""
+    signs.MANY, signs.GATHER_EVERY_S = 1, 0.0
+
+
+def test_many_ranks_are_heard_without_files_of_their_own(prepare, monkeypatch):
+    """Without a keeper rank 0 gathers them; with one they tell it, and it has only to read its socket."""
+    run = prepare("gathered", num_steps=12)
+    finished(run, 1, gathered)
+    beats = read_rank_heartbeats(run.directory, 1)
+    assert [(beat.rank, beat.step) for beat in beats] == [(0, 12), (1, 12)] and all(beat.work_s for beat in beats)
+    assert [file.name for file in (run.directory / "ranks").iterdir()] == ["all.jsonl"]
+    monkeypatch.setenv("KIT_SUPERVISOR", "127.0.0.1:9:token")
+    line = Line(is_leader=True)
+    run = prepare("told", num_steps=12)
+    try:
+        finished(run, 1, lambda rank: os.environ.update({PLACE: line.place}))
+        line.receive()
+    finally:
+        line.socket.close()
+        line.ear.close()
+    assert sorted(line.ranks) == [0, 1] and all(b'"step":12,' in beat for beat in line.ranks.values())
+    assert not (run.directory / "ranks").exists()
 
 
 def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):

@@ -1,0 +1,68 @@
+"""Views of a job of thousands of ranks read as many files as those of a job of eight."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kit.monitor import status_row
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.ranks import RankTimes
+from kit.monitor.runs import runs_table
+from kit.run import Run
+from tests.benchmarks import scale
+
+OPENED: list[str] = []
+COUNTING = [False]
+
+
+def note(event: str, arguments: tuple) -> None:
+    if COUNTING[0] and event in ("open", "os.listdir", "os.scandir"):
+        OPENED.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hook():
+    sys.addaudithook(note)  # for good: Python takes none away
+    yield
+    COUNTING[0] = False
+
+
+def reads(run: Run, view) -> list[str]:
+    """Returns what is opened or listed of a run at one look."""
+    OPENED.clear()
+    COUNTING[0] = True
+    view()
+    COUNTING[0] = False
+    return [name.replace(str(run.directory), "RUN") for name in OPENED if str(run.directory.parent) in name]
+
+
+def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> None:
+    found = {}
+    for ranks in (8, 8192):
+        folder = tmp_path / str(ranks) / "run"
+        folder.parent.mkdir()
+        run = scale._run(folder, ranks)
+        scale._write_heartbeats(folder, ranks)
+        logs = folder / "logs" / "attempt_01"
+        logs.mkdir(parents=True)
+        for node in range(ranks // 8):
+            (logs / f"node_{node}.log").touch()
+        (folder / "metrics.jsonl").write_text("".join(scale._lines(1, 50)))
+        dashboard = Dashboard(run)
+        dashboard.look()  # what is imported or cached at the first look does not count
+        dashboard.ranks._rest_until = 0.0
+        status_row(run), runs_table(folder.parent)
+        found[ranks] = {
+            "look": reads(run, dashboard.look),
+            "ranks": reads(run, lambda folder=folder, ranks=ranks: RankTimes(folder, ranks).look(1)),
+            "log": reads(run, dashboard.log),
+            "status": reads(run, lambda run=run: status_row(run)),
+            "runs": reads(run, lambda folder=folder: runs_table(folder.parent)),
+        }
+        assert dashboard.ranks.hosts[ranks - 1] and dashboard.ranks.samples[-1].shape == (ranks,)
+    small, large = ({name: sorted(files) for name, files in views.items()} for views in found.values())
+    assert "RUN/ranks/all.jsonl" in small["look"] + small["ranks"]
+    larger, smaller = str(tmp_path / "8192"), str(tmp_path / "8")
+    large = {name: [file.replace(larger, smaller) for file in files] for name, files in large.items()}
+    assert large == small and max(map(len, small.values())) < 40

@@ -1,0 +1,37 @@
+"""The watchdog of a rank when the file system, which may be why a step hangs, answers to nobody."""
+
+import os
+import time
+
+import pytest
+
+from kit.trainer import watchdog
+from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
+
+
+def test_patience_grows_with_the_ranks_unless_it_was_given():
+    assert [patience_s(40.0, 40.0, is_many) for is_many in (False, True)] == [40.0, MANY_LIMIT_S]
+    assert [patience_s(asked, 40.0, True) for asked in (None, 90.0)] == [None, 90.0]
+
+
+@pytest.mark.parametrize(("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")])
+def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    monkeypatch.setattr(watchdog, "SAY_WAIT_S", 0.3)
+    if (pid := os.fork()) == 0:
+        log = os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 2)
+        watchdog.faulthandler.dump_traceback = lambda **_: None
+        watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        dog = Watchdog(
+            0.2, rank=0, alive=lambda: time.sleep(60),
+            silent_ranks=lambda for_s: time.sleep(60) if silent == "hangs" else silent,
+        )  # fmt: skip
+        dog.step_done(1, 0.001)
+        time.sleep(30)
+        os._exit(0)
+    start = time.monotonic()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert time.monotonic() - start < 10
+    text = (tmp_path / "log").read_text()
+    assert said in text and bool(text) == (silent != "hangs")
