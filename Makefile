@@ -60,7 +60,7 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm; refreshes results/
 	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
-	    tests/cluster/test_notebooks_at_cluster_scale.py
+	    tests/cluster/test_beats.py tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

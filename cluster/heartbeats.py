@@ -43,9 +43,14 @@ class RankHeartbeat(Record):
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
 
+def keeper_of(run_dir: Path) -> str | None:
+    """Returns where the keeper of this node listens, or None where none does: a job inside a job has not its keeper."""
+    return os.environ.get(PLACE) if os.environ.get("KIT_RUN_DIR") == os.path.abspath(run_dir) else None
+
+
 def tell(run_dir: Path, beat: RankHeartbeat) -> None:
     """Tells the keeper of this node of a rank's step, or writes the rank's own file where there is no keeper."""
-    if place := os.environ.get(PLACE):
+    if place := keeper_of(run_dir):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as rank:
             rank.setblocking(False)
             rank.sendto(beat.line, f"\0{place}")

@@ -34,7 +34,8 @@ class Recipe(Record):
         "answer to a loss 12 median deviations above those before", default="ignore"
     )
     hung_after_s: float | None = field_doc(
-        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or engine neuron: never)",
+        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or engine neuron: never; "
+        "not given, above 64 ranks: 600)",
         default=40.0,
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.heartbeats import MANY, PLACE, RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.heartbeats import MANY, RankHeartbeat, keeper_of, read_rank_heartbeats, tell, write_all_heartbeats
 
 GATHER_EVERY_S = 10.0
 LINE_BYTES = 320
@@ -33,7 +33,7 @@ class Signs:
         self.beat = RankHeartbeat(
             rank=dist.get_rank(), attempt=attempt, step=0, time=time.time(), host=os.uname().nodename
         )
-        self.is_relayed = PLACE in os.environ
+        self.is_relayed = keeper_of(directory) is not None
         self.is_gathered = self.num_ranks > MANY and not self.is_relayed
         self.gathered_at = float("-inf")
 

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.heartbeats import PLACE, RankHeartbeat, tell
+from cluster.heartbeats import RankHeartbeat, keeper_of, tell
 from cluster.record import write_atomic
 from cluster.state import take_request, update_state
 
@@ -17,7 +17,7 @@ print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
 while step < num_steps and not stopped.exists():
     time.sleep(step_time_s)
     step += 1
-    if PLACE in os.environ:
+    if keeper_of(run_dir):
         node = os.environ.get("SLURMD_NODENAME")
         tell(run_dir, RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), host=node))
     if rank == 0:

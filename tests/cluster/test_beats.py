@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from cluster.heartbeats import PLACE, RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.heartbeats import PLACE, RankHeartbeat, keeper_of, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.slurm import silence
 from cluster.slurm.beat import BEAT_EVERY_S, SILENT_AFTER_S, Line, Switchboard
 from cluster.slurm.silence import DOUBT_S, SilenceJudge
@@ -67,6 +67,8 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     """The heartbeats of its ranks reach one file in one datagram."""
     leader = keeper(True)
     monkeypatch.setenv(PLACE, leader.place)
+    assert keeper_of(tmp_path) is None, "that of another run"
+    monkeypatch.setenv("KIT_RUN_DIR", str(tmp_path))
     for rank in (8, 9):
         tell(tmp_path, RankHeartbeat(rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as neighbour:

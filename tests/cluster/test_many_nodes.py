@@ -1,6 +1,7 @@
 """A job of many ranks on many real Slurm nodes; `--real-limits` (make faults): 64 nodes of 8 light ranks, else 9.
 
-The nodes share one host, so a node is lost by freezing all its processes. The rows go to results/many_nodes.json.
+The nodes share one host, so a node is lost by freezing all its processes. The rows of the full form go to
+results/many_nodes.json.
 """
 
 import contextlib
@@ -143,7 +144,10 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
         rows.append(row("rank killed: running again in the same allocation", resumed.time - start, "s"))
     job.cancel()
     assert eventually(lambda: not processes(str(tmp_path)), 120)
-    write_results("many_nodes", rows, command="pytest tests/cluster/test_many_nodes.py", load_before=load)
+    if is_full:
+        write_results(
+            "many_nodes", rows, command="pytest tests/cluster/test_many_nodes.py --real-limits", load_before=load
+        )
 
 
 def rank_of(pid: int) -> int:

@@ -68,7 +68,7 @@ def test_many_ranks_are_heard_without_files_of_their_own(prepare, monkeypatch):
     line = Line(is_leader=True)
     run = prepare("told", num_steps=12)
     try:
-        finished(run, 1, lambda rank: os.environ.update({PLACE: line.place}))
+        finished(run, 1, lambda rank: os.environ.update({PLACE: line.place, "KIT_RUN_DIR": str(run.directory)}))
         line.receive()
     finally:
         line.socket.close()

@@ -52,7 +52,8 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path: Path) -> No
         dashboard = Dashboard(run)
         dashboard.look()  # what is imported or cached at the first look does not count
         dashboard.ranks._rest_until = 0.0
-        status_row(run), runs_table(folder.parent)
+        status_row(run)
+        runs_table(folder.parent)
         found[ranks] = {
             "look": reads(run, dashboard.look),
             "ranks": reads(run, lambda folder=folder, ranks=ranks: RankTimes(folder, ranks).look(1)),
