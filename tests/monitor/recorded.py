@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -84,7 +85,9 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
     """Writes one heartbeat of every rank, one of them slower than the others."""
     for rank in range(run.plan.num_devices):
         time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
-        heartbeat = RankHeartbeat(rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s)
+        heartbeat = RankHeartbeat(
+            rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s, host=os.uname().nodename
+        )
         tell(run.directory, heartbeat)
 
 
