@@ -20,15 +20,15 @@ def run_weights(run: Run, step: int | None = None, *, described: "tuple[Manifest
     """
     from kit.convert.weights import Weights
 
-    described = described or run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
-    if described[0].plan.engine == "neuron":
+    known = described or run.checkpoints.describe(run.checkpoints.newest() if step is None else step)
+    if known[0].plan.engine == "neuron":
         from kit.convert.neuron import import_nxd
 
-        return import_nxd(run.checkpoints.path(described[0].step), run.spec)
+        return import_nxd(run.checkpoints.path(known[0].step), run.spec)
     from kit.run.checkpoint_tensors import CheckpointTensors
 
-    tensors = CheckpointTensors(run.checkpoints, described, run.spec)
-    return Weights(run.spec, lambda name, target: tensors.fill(f"model.{name}", target))
+    tensors = CheckpointTensors(run.checkpoints, known, run.spec)
+    return Weights(run.spec, lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}))
 
 
 def load_model(run: Run, step: int | None = None) -> "Decoder":

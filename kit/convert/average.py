@@ -27,12 +27,13 @@ def average_models(models: Sequence[Weights]) -> Weights:
         if model.spec.replace(name="") != spec.replace(name=""):
             raise ConfigError(f"average: {model.spec.name} is not the same model as {spec.name}.")
 
-    def fill(name: str, target: Tensor) -> None:
-        total, one = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape)
-        for model in models:
-            model.fill(name, one)
-            total += one
-        target.copy_(total / len(models))
+    def fill(targets: dict[str, Tensor]) -> None:
+        for name, target in targets.items():
+            total, one = torch.zeros(target.shape, dtype=torch.float64), torch.empty(target.shape)
+            for model in models:
+                model.fill({name: one})
+                total += one
+            target.copy_(total / len(models))
 
     return Weights(spec, fill)
 

@@ -44,7 +44,9 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     with whole_folder(folder) as part:
         tag = part / f"global_step{step}"
         for name, shape in parameter_shapes(run.spec).items():
-            _write_weight(tag / "zero" / name, name, shape, tensors, step)
+            state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values()}
+            tensors.fill_all(state)
+            _write_weight(tag / "zero" / name, name, state, step)
         _write_common(tag, run.recipe, step)
         (part / "latest_universal").write_text(tag.name)
     return folder
@@ -77,11 +79,10 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Weights:
     return Weights.read_by(spec, read, Path(folder))
 
 
-def _write_weight(folder: Path, name: str, shape: torch.Size, tensors: CheckpointTensors, step: int) -> None:
+def _write_weight(folder: Path, name: str, state: dict[str, Tensor], step: int) -> None:
     folder.mkdir(parents=True)
     for theirs, ours in KINDS.items():
-        tensors.fill(f"{ours}.{name}", held := torch.empty(shape))
-        torch.save({"param": held, "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
+        torch.save({"param": state[f"{ours}.{name}"], "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
     torch.save(torch.tensor(float(step)), folder / "step.pt")
 
 

@@ -3,10 +3,8 @@
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`) and the tokenizer.
 """
 
-import collections
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,6 @@ from kit.spec import ModelSpec
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
-SAFETENSORS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Its names of types."""
 
 
 # Export ----------------------------------------------------------------------------------------------------------
@@ -44,10 +40,10 @@ def export_hugging_face(
     precision: Precision = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes a model as a folder that transformers loads, weight by weight, and returns it.
+    """Writes a model as a folder that transformers loads, and returns it.
 
     Args:
-        model: a whole one. Of `Weights` one at a time is in memory.
+        model: a whole one. Of `Weights` those of one file at a time are in memory.
         folder: is made; it must be absent or empty, and appears when it is complete.
         tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`; or a
             Hugging Face folder, whose tokenizer is copied as it is.
@@ -57,7 +53,7 @@ def export_hugging_face(
     Raises:
         ConfigError: neither of the two families has such a model, or the folder holds something.
         DataError: transformers gives other ids than the tokenizer.
-        MissingPackageError: a tokenizer is given and transformers is not installed.
+        MissingPackageError: safetensors or, with a tokenizer, transformers is not installed.
     """
     folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
     config = config_of(weights.spec, precision=precision) | _token_ids(tokenizer)
@@ -71,52 +67,32 @@ def export_hugging_face(
 
 def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int) -> None:
     """Writes the weight files as `save_pretrained` names and fills them, and last their index, if they are several."""
-    dtype, ours = getattr(torch, precision), parameter_shapes(weights.spec)
-    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
-    theirs = to_theirs(weights.spec, empty)
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingPackageError("safetensors", "eval", "Writing a Hugging Face folder") from error
+    spec, ours = weights.spec, parameter_shapes(weights.spec)
+    dtype = getattr(torch, precision)
+    theirs = to_theirs(spec, ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items()))
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in theirs.items():
         if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + weight.nbytes > max_shard_bytes:
             shards.append({})
         shards[-1][name] = weight
-    files = ["model.safetensors"]
+    file_of = {}
+    for number, shard in enumerate(shards, start=1):
+        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file_of |= dict.fromkeys(shard, f"model{part}.safetensors")
+        made = {name: torch.empty_like(weight, device="cpu") for name, weight in shard.items()}
+        places = (name for name in ours if their_name(spec, name) in made)
+        weights.fill(
+            {name: from_theirs(spec, name, made.__getitem__) for name in places}
+        )  # each in its place in theirs
+        save_file(made, folder / file_of[next(iter(shard))], metadata={"format": "pt"})
+        del made  # before the next one is
     if len(shards) > 1:
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-
-    parts: dict[str, list[str]] = collections.defaultdict(list)
-    for name in ours:
-        parts[their_name(weights.spec, name)].append(name)
-
-    def made(theirs: str, like: Tensor) -> Tensor:
-        whole = torch.empty_like(like, device="cpu")
-        for name in parts[theirs]:
-            weights.fill(name, from_theirs(weights.spec, name, lambda _: whole))  # into its place in theirs
-        return whole
-
-    for file, shard in zip(files, shards, strict=True):
-        write_safetensors(folder / file, shard, made)
-    if len(shards) > 1:
-        file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         index = {"metadata": {"total_size": sum(w.nbytes for w in theirs.values())}, "weight_map": file_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def write_safetensors(file: Path, tensors: dict[str, Tensor], made: Callable[[str, Tensor], Tensor]) -> None:
-    """Writes a safetensors file of tensors that are made, one after the other, from their names and empty likenesses.
-
-    Source: the format's description, github.com/huggingface/safetensors; its own writer wants all of them at once.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, like in tensors.items():
-        place = [end, end := end + like.nbytes]
-        header[name] = {"dtype": SAFETENSORS[like.dtype], "shape": list(like.shape), "data_offsets": place}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, like in tensors.items():
-            stream.write(made(name, like).flatten().view(torch.uint8).numpy().data)
 
 
 def export_run(

@@ -18,29 +18,30 @@ from kit.spec import ModelSpec
 class Weights:
     """The weights of one model, none of them in memory before it is asked for.
 
-    `fill(name, target)` writes the one that the kit calls `name` into a tensor of its shape, of any dtype and strides;
-    of a DTensor, it fills this rank's part.
+    `fill` writes those that it is given tensors for, by the kit's names. A tensor has the weight's shape, and any dtype
+    and strides; of a DTensor, this rank's part is filled.
     """
 
     spec: ModelSpec
-    fill: Callable[[str, Tensor], None]
+    fill: Callable[[dict[str, Tensor]], object]
 
     @classmethod
     def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
         """Returns weights of which `read` gives one, whole, by its name; to fill raises DataError unless it fits."""
         advice = f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was trained with."
 
-        def fill(name: str, target: Tensor) -> None:
-            try:
-                weight = read(name)
-            except RuntimeError as error:  # a merged weight cannot be cut into heads
-                raise DataError(f"{name}: {error}. {advice}") from error
-            if weight.shape != target.shape:
-                raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}. {advice}")
-            if isinstance(target, DTensor):
-                cut = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
-                target, weight = target.to_local(), cut.to_local()
-            target.copy_(weight)
+        def fill(targets: dict[str, Tensor]) -> None:
+            for name, target in targets.items():
+                try:
+                    weight = read(name)
+                except RuntimeError as error:  # a merged weight cannot be cut into heads
+                    raise DataError(f"{name}: {error}. {advice}") from error
+                if weight.shape != target.shape:
+                    raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}. {advice}")
+                if isinstance(target, DTensor):
+                    cut = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
+                    target, weight = target.to_local(), cut.to_local()
+                target.copy_(weight)
 
         return cls(spec, fill)
 
@@ -52,8 +53,7 @@ class Weights:
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """Returns the whole model on the CPU, in evaluation mode."""
         decoder = empty_decoder(self.spec).to(dtype).eval()
-        for name, parameter in decoder.named_parameters():
-            self.fill(name, parameter.detach())
+        self.fill({name: parameter.detach() for name, parameter in decoder.named_parameters()})
         return decoder
 
 

@@ -84,9 +84,10 @@ def load_on_ranks(weights: Weights, plan: Plan, device: torch.device) -> Share:
     if plan.tensor_parallel > 1 and decoder.output is not None:
         _gather_logits(decoder, mesh["tensor"])
     with alike():
-        for name, parameter in decoder.eval().named_parameters():
-            tied = name == "output.weight" and weights.spec.tied_embeddings  # on a last stage without the embedding
-            weights.fill("embedding.tokens.weight" if tied else name, parameter.detach())
+        held = {name: parameter.detach() for name, parameter in decoder.eval().named_parameters()}
+        if weights.spec.tied_embeddings and "output.weight" in held:  # on a last stage, which has no embedding
+            held["embedding.tokens.weight"] = held.pop("output.weight")
+        weights.fill(held)
     model = decoder if plan.pipeline_parallel == 1 else Stage(decoder, mesh["pipeline"].get_group())
     return Share(model=model, device=device, replicas=data_axis(mesh, plan).get_group())
 

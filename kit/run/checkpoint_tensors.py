@@ -36,10 +36,6 @@ class CheckpointTensors:
             raise self._unreadable(error) from error
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
-    def fill(self, name: str, target: Tensor) -> None:
-        """Writes the tensor of that name into `target`; raises as `fill_all`."""
-        self.fill_all({name: target})
-
     def fill_all(self, state: dict[str, Tensor]) -> None:
         """Writes tensors into those of their names in `state`, which have their shapes and any dtypes and strides.
 

@@ -61,12 +61,12 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> dict[str, Any]:
     making.join()
     weights = run_weights(Run.open(folder / "run"))
 
-    def fill(name: str, target: Any) -> None:
-        for file in sorted(folder.glob(".out.*/folder/model-*"))[:-1]:  # the last one is being written
+    def fill(targets: Any) -> None:
+        for file in sorted(folder.glob(".out.*/folder/model-*")):
             if (size := file.stat()).st_blocks:
                 os.truncate(file, 0)
                 os.truncate(file, size.st_size)
-        weights.fill(name, target)
+        weights.fill(targets)
 
     start = time.perf_counter()
     out = export_hugging_face(

@@ -24,7 +24,6 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_megatron, write_nxd
 
@@ -37,7 +36,7 @@ SPEC = ModelSpec.llama(
 MODEL_BYTES = 4 * SPEC.num_params
 PEAK_BYTES = 30 * 10**6
 """Seen: 16 to 21 MB for models of 71 and of 206 MB, so it is not the model."""
-SHARD_BYTES = 8 * 10**6
+SHARD_BYTES = 4 * 10**6
 
 
 def save(run: Run, state: dict[str, torch.Tensor]) -> None:
@@ -133,11 +132,11 @@ def test_a_universal_checkpoint_is_written_weight_by_weight(run: Run, one_thread
 def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
     weights, seen = run_weights(run), []
 
-    def fill(name: str, target: torch.Tensor) -> None:
-        seen.append(name)
-        if len(seen) == 20:
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        seen.append(targets)
+        if len(seen) == 3:
             raise KeyboardInterrupt
-        weights.fill(name, target)
+        weights.fill(targets)
 
     with pytest.raises(KeyboardInterrupt):
         export_hugging_face(Weights(SPEC, fill), tmp_path / "out", max_shard_bytes=SHARD_BYTES)
@@ -167,25 +166,22 @@ def _places(run: Run) -> dict[Any, Any]:
 def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tmp_path: Path) -> None:
     name = "layers.7.feed_forward.up.weight"
     flip(run, f"adamw.exp_avg.{name}")
-    tensors, target = (
-        CheckpointTensors(run.checkpoints, run.checkpoints.describe(3), SPEC),
-        torch.empty(1024, 256, dtype=torch.bfloat16),
-    )
+    fill, target = run_weights(run).fill, torch.empty(1024, 256, dtype=torch.bfloat16)
     try:
         export_hugging_face(run_weights(run), tmp_path / "whole")
-        tensors.fill(f"model.{name}", target.T.contiguous().T)
         with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: a tensor's checksum"):
-            tensors.fill(f"adamw.exp_avg.{name}", target)
+            export_universal(run, 3, tmp_path / "universal")
         flip(run, f"model.{name}")
         with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: a tensor's checksum"):
             export_hugging_face(run_weights(run), tmp_path / "damaged")
-        assert not (tmp_path / "damaged").exists()
+        assert not (tmp_path / "damaged").exists() and not (tmp_path / "universal").exists()
     finally:
         flip(run, f"adamw.exp_avg.{name}")
         flip(run, f"model.{name}")
-    tensors.fill(f"model.{name}", target)
+    fill({name: target.T.contiguous().T})
+    fill({name: target})
     assert torch.equal(target, decoder.get_parameter(name).bfloat16())
     with pytest.raises(CheckpointError, match="model.nothing"):
-        tensors.fill("model.nothing", target)
-    with pytest.raises(CheckpointError, match="model.norm.weight: .*(?i:size|shape)"):
-        tensors.fill("model.norm.weight", target)
+        fill({"nothing": target})
+    with pytest.raises(CheckpointError, match="cannot be read: .*(?i:size|shape)"):
+        fill({"norm.weight": target})

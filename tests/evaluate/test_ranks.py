@@ -114,9 +114,9 @@ def held(run: Run, plan: Plan) -> tuple[set[torch.dtype], int, list[str]]:
     """Returns dtypes and bytes of this rank's weights, and which weights it has read."""
     weights, read = run_weights(run), []
 
-    def fill(name: str, target: torch.Tensor) -> None:
-        read.append(name)
-        weights.fill(name, target)
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        read.extend(targets)
+        weights.fill(targets)
 
     share = load_on_ranks(Weights(run.spec, fill), plan, torch.device("cpu"))
     parameters = [local(parameter) for parameter in share.model.parameters()]
@@ -146,10 +146,10 @@ def test_damage_that_one_rank_sees_is_told_by_all(tmp_path: Path) -> None:
 def refusal(run: Run, plan: Plan, damaged: str) -> str:
     weights = run_weights(run)
 
-    def fill(name: str, target: torch.Tensor) -> None:
-        if name == damaged:
-            raise CheckpointError(f"{name} is damaged")
-        weights.fill(name, target)
+    def fill(targets: dict[str, torch.Tensor]) -> None:
+        if damaged in targets:
+            raise CheckpointError(f"{damaged} is damaged")
+        weights.fill(targets)
 
     with pytest.raises(CheckpointError) as error:
         load_on_ranks(Weights(run.spec, fill), plan, torch.device("cpu"))
