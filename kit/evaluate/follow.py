@@ -12,7 +12,7 @@ from cluster.job import Job
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
-from kit.errors import CheckpointError, ConfigError, DataError
+from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.evaluate import Options, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest, num_files
 from kit.evaluate.jobs import eval_job, layout
@@ -101,7 +101,7 @@ def _score(run: Run, step: int, tasks: Sequence[str] | str, options: dict[str, A
     start = time.perf_counter()
     try:
         report = evaluate(run, step, tasks, **options)
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
+    except (RunError, JobError, ConfigError, DataError, OSError) as error:
         return Followed(step=step, scored=False, said=f"not scored: {error}")
     return Followed(step=step, scored=True, seconds=time.perf_counter() - start, said=_said(report))
 

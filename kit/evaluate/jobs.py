@@ -110,5 +110,5 @@ def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Optio
         raise
     if status.state is not JobState.DONE:
         words = job.logs(0).strip().splitlines()
-        raise RunError(f"{run.name}, step {step}: not scored: {words[-1] if words else status.reason}. All that it "
+        raise RunError(f"{run.name}, step {step}: not scored: {(words[-1] if words else status.reason).rstrip('.')}. All that it "
                        f"said: `{kit_command('logs', job.run_dir)}`.")  # fmt: skip
