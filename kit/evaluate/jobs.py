@@ -109,6 +109,6 @@ def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Optio
         job.cancel()
         raise
     if status.state is not JobState.DONE:
-        words = job.logs(0).strip().splitlines()
-        raise RunError(f"{run.name}, step {step}: not scored: {(words[-1] if words else status.reason).rstrip('.')}. All that it "
-                       f"said: `{kit_command('logs', job.run_dir)}`.")  # fmt: skip
+        words = [status.reason, *job.logs(0).strip().splitlines()][-1].rstrip(".")
+        more = kit_command("logs", job.run_dir)
+        raise RunError(f"{run.name}, step {step}: not scored: {words}. All that it said: `{more}`.")
