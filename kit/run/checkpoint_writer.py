@@ -108,6 +108,7 @@ class SteadyPlanner(DefaultSavePlanner):
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
+        self.description: Metadata | None = None
         self._cached_plans_key = f"{type(self).__name__} {id(self)}"  # the cache is the class's, for all planners
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
@@ -116,7 +117,10 @@ class SteadyPlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Returns all ranks' plans, and in place of the description nothing: torch would send it to all of them."""
-        plans, self.description = super().create_global_plan(all_plans)
+        plans, description = super().create_global_plan(all_plans)
+        if description is not self.description:
+            gc.freeze()  # what is kept are millions of objects, which no later collection need look at
+        self.description = description
         return plans, Metadata({})
 
 
@@ -136,6 +140,7 @@ class Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the description, on the coordinator, and makes the checkpoint complete."""
+        assert self.planner.description is not None
         super().finish(dataclasses.replace(self.planner.description), results)
         file, sizes = Path(self.path) / DESCRIPTION, {}
         for place in (result.storage_data for part in results for result in part):

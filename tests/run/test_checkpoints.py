@@ -59,6 +59,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
         writer.finish()
         seen.append(plans[0])
         assert gc.isenabled(), "the collector is on again"
+        assert (gc.get_freeze_count() > 0) == (dist.get_rank() == 0), "it leaves alone what rank 0 keeps"
         found = {name: torch.zeros_like(tensor) for name, tensor in mine(step, size).items()}
         load(checkpoints, step, found, spec)
         assert all(torch.equal(found[name], tensor) for name, tensor in mine(step, size).items())
