@@ -46,7 +46,7 @@ def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node
     There a line begins with the number of the task that wrote it, as `srun --label` puts it.
     """
     own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
-    if said == own:
+    if not said.name.startswith("node_"):
         return
     with contextlib.suppress(OSError), said.open("rb") as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))

@@ -183,7 +183,7 @@ def _supervised(job: JobSpec, slurm: Slurm) -> list[str]:
         "# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.",
         f"cd {quote(str(PACKAGE_ROOT))} || fail 'the kit is not visible on this node'",
         f'exec {quote(sys.executable)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
-        *_srun(job, slurm, keeper=f"{python} -S -E -m {KEEPER} "),
+        *_srun(job, slurm, keeper=f"{python} -S -m {KEEPER} "),
     ]
 
 

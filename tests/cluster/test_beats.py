@@ -12,6 +12,7 @@ import time
 import pytest
 
 from cluster.heartbeats import PLACE, RankHeartbeat, keeper_of, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.outcome import keep_words
 from cluster.slurm import silence
 from cluster.slurm.beat import BEAT_EVERY_S, SILENT_AFTER_S, Line, Switchboard
 from cluster.slurm.silence import DOUBT_S, SilenceJudge
@@ -196,3 +197,16 @@ def test_logs_of_every_layout_are_found(tmp_path):
         "attempt_01_rank_00009.log", "attempt_02/node_1.log", "attempt_02/rank_00010.log",
     ]  # fmt: skip
     assert find_log(tmp_path, 3, 0, 8) == logs / "attempt_03" / "rank_00000.log"
+
+
+def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
+    folder = tmp_path / "logs" / "attempt_01"
+    folder.mkdir(parents=True)
+    (folder / "node_1.log").write_bytes(b"08: eight\n09: nine: 9\nsrun: 09\n10: \xff\n09: the end\n")
+    keep_words(tmp_path, 1, 9, 9, 8)
+    assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n"
+    old = tmp_path / "logs" / "attempt_02_rank_00009.log"
+    old.write_text("09: written by the script of an older version\n")
+    keep_words(tmp_path, 2, 9, 9, 8)
+    keep_words(tmp_path, 3, 9, 9, 8)
+    assert sorted(file.name for file in (tmp_path / "logs").rglob("*rank*")) == [old.name, "rank_00009.log"]

@@ -36,7 +36,7 @@ for ((task = 0; task < tasks; task++)); do
     SLURM_PROCID=$task SLURM_LOCALID=$((task % per_node)) SLURM_NODEID=$((task / per_node)) "$@" || exit
 done""",
     "python": """
-[ "$1" != -S ] || shift 2
+[ "$1" != -S ] || shift
 module=$2
 case $module in
     cluster.slurm.supervisor) shift 4; export KIT_ATTEMPT=3; mkdir -p "$KIT_RUN_DIR/logs/attempt_03" ;;
@@ -346,7 +346,7 @@ def test_frontier_starts_from_the_disk_of_each_node(bench):
     packed = bench.folder / "packed" / "bin"
     packed.mkdir(parents=True)
     (packed / "conda-unpack").write_text("#!/bin/bash\ntouch bin/unpacked\n")
-    (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 4\nexec "$@"\n')
+    (packed / "python").write_text('#!/bin/bash\n[ "$1" = -S ] || exec "$@"\nshift 3\nexec "$@"\n')
     for file in packed.iterdir():
         file.chmod(0o755)
     subprocess.run(["tar", "-cf", bench.folder / "environment.tar", "-C", bench.folder / "packed", "bin"], check=True)

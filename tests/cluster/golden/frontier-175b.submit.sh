@@ -74,4 +74,4 @@ exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -
     srun --nodes=16 --ntasks=128 --ntasks-per-node=8 \
     --cpus-per-task=7 --gpus-per-task=1 --gpu-bind=closest \
     --kill-on-bad-exit=1 --wait=60 --label \
-    python -S -E -m cluster.slurm.rank bash -c run_rank
+    python -S -m cluster.slurm.rank bash -c run_rank

@@ -75,4 +75,4 @@ exec /shared/environment/bin/python -m cluster.slurm.supervisor "$KIT_RUN_DIR" -
     srun --nodes=256 --ntasks=256 --ntasks-per-node=1 \
     --cpus-per-task=128 \
     --kill-on-bad-exit=1 --wait=60 --label \
-    /shared/environment/bin/python -S -E -m cluster.slurm.rank bash -c run_node
+    /shared/environment/bin/python -S -m cluster.slurm.rank bash -c run_node
