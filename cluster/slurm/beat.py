@@ -5,7 +5,8 @@ tell it through an abstract Unix socket; the supervisor answers. So the supervis
 silent long before Slurm or the collectives do, and a node that is cut off knows it too, and ends. A node that was never
 heard is not missed: where datagrams do not pass, the rest works without them. KIT_BEAT_EVERY_S in a job's environment
 sets the rhythm, and with it the limits: at 5 s, a dead node is noticed after 30 s, and a supervisor may be held up for
-three minutes, as by a file system that fails over.
+three minutes, as by a file system that fails over. KIT_BEAT_HOST names the first node where its own name resolves
+nowhere.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ DEPUTY_AFTER_S = 9 * BEAT_EVERY_S  # longer: the supervisor should be the first 
 ALONE_AFTER_S = 36 * BEAT_EVERY_S
 RECEIVE_BYTES = 4 << 20
 """Of the supervisor's socket, as far as the kernel allows: the default holds 277 datagrams, 4 s of 384 nodes."""
+MOST_RANKS, LINE_BYTES = 128, 500  # of a node, and of a rank's heartbeat: together they fit a datagram
 TURN_S = 0.5
 VARIABLE = "KIT_SUPERVISOR"
 
@@ -62,7 +64,7 @@ class Switchboard:
         self.socket.close()
 
     def _receive(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nothing more is there
             while True:
                 data, sender = self.socket.recvfrom(1 << 16)
                 head, _, ranks = data.partition(b"\n")
@@ -120,7 +122,8 @@ class Line:
         with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
             self.socket.connect((self.host, int(port)))
         if is_leader:
-            self.ear.bind(f"\0{self.place}")
+            with contextlib.suppress(OSError):  # a name that is taken: no heartbeats of ranks, no harm
+                self.ear.bind(f"\0{self.place}")
         self.ranks: dict[int, bytes] = {}
         self.answered: float | None = None
         self.order = "ok"
@@ -141,9 +144,11 @@ class Line:
                     self.order = "end"
         with contextlib.suppress(OSError):
             while True:
-                line = self.ear.recv(4096)
+                line = self.ear.recv(LINE_BYTES)
                 with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # of anyone on the node
-                    self.ranks[int(json.loads(line)["rank"])] = line
+                    rank = int(json.loads(line)["rank"])
+                    if rank in self.ranks or len(self.ranks) < MOST_RANKS:
+                        self.ranks[rank] = line
 
     def answered_before(self, moment: float) -> bool:
         """Whether the last answer is older than a moment of `time.monotonic`."""

@@ -73,7 +73,8 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     for rank in (8, 9):
         tell(tmp_path, RankHeartbeat(rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as neighbour:
-        neighbour.sendto(b"[[" * 900, f"\0{leader.place}")
+        for text in (b"[[" * 900, b'{"rank": "9e99"}', b'{"rank": null}', b'{"rank": 3, "host": "' + b"x" * 3000):
+            neighbour.sendto(text, f"\0{leader.place}")
     assert not list(tmp_path.iterdir()), "no file of a rank"
     leader.receive()
     leader.send()
