@@ -132,7 +132,7 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     start = time.monotonic()
     codes = attempt.wait()
     assert os.EX_CONFIG in codes and 0 not in codes
-    logs = (run.directory.with_name("aside") / "logs").glob("*.log")
+    logs = (run.directory.with_name("aside") / "logs").rglob("*.log")
     said = "".join(log.read_text() for log in logs)
     assert ("is another directory now" if replaced else "was deleted or renamed") in said
     assert not list(run.directory.glob("*")) and run.directory.exists() == replaced
