@@ -44,10 +44,11 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
             started.
     """
-    from kit.trainer.guard import check_guard  # with it NumPy, which `import kit` does without
+    from kit.data import located  # with it NumPy, which `import kit` does without
+    from kit.trainer.guard import check_guard
 
     site = Site.load(site) if isinstance(site, str) else site
-    recipe = recipe.replace(data=str(Path(recipe.data).expanduser().resolve()))
+    recipe = located(recipe)
     plan.check(spec)
     check_engine(plan)
     check_guard(recipe, plan)
@@ -159,22 +160,23 @@ def _newest_whole(checkpoints: Checkpoints) -> int | None:
     return None
 
 
-def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
-    """Returns nothing if the dataset is whole, fits the model's vocabulary and is long enough for a batch.
+def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:
+    """Returns how many epochs of each source the run will read, if all are whole, fit the model and are long enough.
 
     Raises:
         ConfigError: the vocabulary is larger than the model's.
         DataError: token files are missing or cut short, or hold less than one batch.
     """
-    from kit.data import Dataset, Samples
+    from kit.data import Dataset, located, training_samples
 
+    recipe = located(recipe)
     dataset = Dataset.open(Path(recipe.data))
     if dataset.vocab_size > spec.vocab_size:
         raise ConfigError(
             f"recipe.data: the tokenizer of {recipe.data} has {dataset.vocab_size:,} tokens, the model's vocab_size is "
             f"{spec.vocab_size:,}. Build the data with `--vocab-size {spec.vocab_size}`, or raise spec.vocab_size."
         )
-    Samples(dataset.train, spec.sequence_length, recipe.seed)
+    epochs = training_samples(recipe, spec.sequence_length).epochs(recipe.num_steps * plan.global_batch_size)
     if recipe.validation_every:
         held_out = dataset.validation.num_tokens // spec.sequence_length
         if held_out < plan.global_batch_size:
@@ -182,3 +184,7 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
                 f"{recipe.data}: held-out text gives {held_out} sequences of {spec.sequence_length}, a validation "
                 f"batch needs {plan.global_batch_size}. Build the data with a larger validation fraction."
             )
+    names = [" to ".join(dict.fromkeys((source.paths[0], source.paths[-1]))) for source in recipe.sources] or [
+        recipe.data
+    ]
+    return list(zip(names, epochs, strict=True))

@@ -8,10 +8,31 @@ from cluster.record import ConfigError, Record, field_doc
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSource(Record):
+    """One source of a mix; its shards are read as one, in one order."""
+
+    paths: tuple[str, ...] = field_doc(
+        "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes (PREFIX.bin and .idx) "
+        "of its vocabulary, or patterns of either (web/part_*)"
+    )
+    weight: float = field_doc("share of the sequences, after the last of recipe.phases; any scale", default=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataPhase(Record):
+    """A time with other weights than the sources' own. A source is read on through all phases, never from its begin."""
+
+    until_tokens: float = field_doc("tokens of the run after which it ends")
+    weights: tuple[float, ...] = field_doc("one for each of recipe.sources; 0: not read")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(Record):
     """Optimizer, learning-rate schedule, data and checkpoint cadence of one run."""
 
-    data: str = field_doc("folder made by `kit data build`")
+    data: str = field_doc(
+        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training text"
+    )
     num_steps: int = field_doc("optimizer steps of the whole run")
     learning_rate: float = field_doc("peak learning rate", default=3e-4)
     min_learning_rate: float = field_doc("floor of the cosine", default=3e-5)
@@ -40,6 +61,8 @@ class Recipe(Record):
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
     keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)
+    sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
+    phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +83,22 @@ class Recipe(Record):
         _require("min_learning_rate", self.min_learning_rate, self.min_learning_rate <= self.learning_rate, below)
         end = self.decay_steps or self.num_steps
         _require("warmup_steps", self.warmup_steps, self.warmup_steps <= end, f"at most the decay end {end}")
+        self._check_mix()
+
+    def _check_mix(self) -> None:
+        for i, source in enumerate(self.sources):
+            _require(f"sources[{i}].paths", source.paths, len(source.paths) > 0, "one path or more")
+        own, begin = tuple(source.weight for source in self.sources), 0.0
+        _require("phases", len(self.phases), bool(own) or not self.phases, "recipe.sources too, whose weights they are")
+        for i, phase in enumerate(self.phases):
+            later = begin < phase.until_tokens < math.inf
+            _require(f"phases[{i}].until_tokens", phase.until_tokens, later, f"a number above {begin:g}")
+            begin = phase.until_tokens
+        allowed = f"{len(own)} numbers of 0 or more, one for each of recipe.sources, not all 0"
+        mixes = {f"phases[{i}].weights": phase.weights for i, phase in enumerate(self.phases)}
+        for name, weights in ({"sources: weights": own} | mixes if own else {}).items():
+            sound = all(0 <= weight < math.inf for weight in weights) and 0 < sum(weights) < math.inf
+            _require(name, weights, sound and len(weights) == len(own), allowed)
 
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step` (the first is 1).

@@ -20,7 +20,7 @@ from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
 from kit.commands.options import MinutesOption, RunArgument, SetOption, console, hint, parse_settings
-from kit.errors import ConfigError, RunError
+from kit.errors import ConfigError, DataError, RunError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -67,6 +67,7 @@ def launch(
     if asked.lacking:
         raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
     chosen = Recipe.from_dict(asked.fields)
+    _tell_epochs(asked, chosen)
     with told_if_interrupted(run):
         if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(asked.plan.precision) is None:
             place = _measured(place, asked.plan, run)
@@ -231,11 +232,21 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
                 left.append(f"{name}, line {number}: {line.strip()}")
     left += [f"{field}: {where}" for field in to_fill_in(site)]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
+    if not asked.lacking:
+        try:
+            _tell_epochs(asked, Recipe.from_dict(asked.fields))
+        except DataError as error:
+            left.append(f"recipe.data: {error}")
     if left:
         said = PlainConsole(stderr=True, soft_wrap=True)
         said.print("Still to fill in:")
         for line in left:
             said.print(Text(f"  {line}"))
+
+
+def _tell_epochs(asked: Asked, recipe: Recipe) -> None:
+    for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
+        PlainConsole(stderr=True, soft_wrap=True).print(Text(f"Reads {epochs:.3g} epochs of {name}"))
 
 
 def _measured(site: Site, plan: Plan, run: Path) -> Site:

@@ -23,6 +23,7 @@ from kit.data.dataset import (
     ValidationDocument,
 )
 from kit.data.readers import TEXT_KEY
+from kit.data.shuffle import ShuffledWriter
 from kit.data.token_file import TokenFileWriter, token_dtype
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
 from kit.errors import DataError
@@ -51,6 +52,7 @@ def build_dataset(
 
     The folder appears whole or not at all. Whole documents are held out for validation, chosen by the hash of their
     text, so a document stays on its side when others come or go (only if that chooses none is the nearest one taken).
+    The others are written in a random order, by the same kind of hash, since training reads the file in windows.
 
     Args:
         out_dir: the folder to make.
@@ -60,7 +62,7 @@ def build_dataset(
         vocab_size: entries of the trained tokenizer (default 4,096); with a given tokenizer, what it must have.
         max_bytes: bytes of text to stop at (default: 24 MB of the installation's text, all of local sources).
         validation_fraction: share of the documents to hold out; at least one document is.
-        seed: changes which documents are held out.
+        seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
         text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
@@ -89,6 +91,7 @@ def build_dataset(
         validation_fraction=validation_fraction,
         seed=seed,
         text_key=text_key,
+        order="windows",
     )
     bars = _Progress(shown=progress)
     if (existing := _existing(directory, settings, overwrite)) is not None:
@@ -223,16 +226,21 @@ def _encode(
     with ExitStack() as stack:
         names = ("train", "validation")
         writers = [stack.enter_context(TokenFileWriter(folder / name, tokenizer.vocab_size)) for name in names]
+        blocks = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        shuffled = ShuffledWriter(writers[0], Path(blocks), survey.text_bytes)
         lines = stack.enter_context((folder / VALIDATION_TEXT).open("w", encoding="utf-8"))
         for chunk in _chunks(bars.track("Encoding", corpus, survey.text_bytes)):
             for document, ids in zip(chunk, tokenizer.encode_batch([d.text for d in chunk]), strict=True):
                 part = int(survey.held_out(document))
-                writers[part].add([*ids, tokenizer.eos_id])
+                if part == 0:
+                    shuffled.add([*ids, tokenizer.eos_id], document.draw(f"order {survey.seed}"))
                 documents[part] += 1
                 text_bytes[part] += document.num_bytes
                 if part == 1:
+                    writers[1].add([*ids, tokenizer.eos_id])
                     row = ValidationDocument(document.name, document.text, len(ids) + 1, document.num_bytes)
                     lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+        shuffled.finish()
     if (sum(documents), sum(text_bytes)) != (survey.documents, survey.text_bytes):
         raise DataError("the text changed while it was read. Build again when nobody writes to the sources.")
     train, validation = (

@@ -9,16 +9,19 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
 from cluster.record import Record, check_file_name, field_doc, html_table
 from kit.data.corpus import Source
+from kit.data.document_order import DocumentOrder
 from kit.data.readers import TEXT_KEY
+from kit.data.samples import Samples
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
 from kit.data.wheels import file_sha256
+from kit.data.windows import Windows
 from kit.errors import DataError, kit_command
 
 FORMAT = 1
@@ -35,8 +38,10 @@ class Settings(Record):
     vocab_size: int = field_doc("entries of the vocabulary")
     max_bytes: int | None = field_doc("bytes of text to stop at; null: no limit")
     validation_fraction: float = field_doc("share of the documents held out")
-    seed: int = field_doc("which documents are held out")
+    seed: int = field_doc("which documents are held out, and the order of the others in the file")
     text_key: str = field_doc("what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY)
+    # Absent in datasets of before documents were written in a random order; they are shuffled for each epoch instead.
+    order: Literal["windows", "documents"] = field_doc("what is shuffled for each epoch", default="documents")
 
     def differences(self, other: Self) -> list[str]:
         """Returns one line per field that differs: name, value here, value there."""
@@ -168,6 +173,14 @@ class Dataset:
     @property
     def eos_id(self) -> int:
         return self.info.eos_id
+
+    def samples(self, part: Literal["train", "validation"], sequence_length: int, seed: int) -> Samples:
+        """Returns the endless sequences of one part, in the order it was built for; raises as `Windows` and
+        `DocumentOrder` do."""
+        file = self.train if part == "train" else self.validation
+        is_old = self.info.settings.order == "documents"
+        order = DocumentOrder(file, sequence_length, seed) if is_old else Windows([file], sequence_length, seed)
+        return Samples([order], sequence_length)
 
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer stored with the tokens."""

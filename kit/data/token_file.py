@@ -8,7 +8,9 @@ Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files ar
 """
 
 import functools
+import os
 import struct
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -23,6 +25,7 @@ HEADER = struct.Struct("<9sQBQQ")
 OTHER_MAGIC = {b"TNTIDX\x00\x00": "fairseq's older `lazy` and `cached`"}
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LARGEST_UINT16_VOCAB = 65_536
+DOCUMENTS_PER_PART = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -42,12 +45,12 @@ class TokenFileWriter:
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self.num_tokens = 0
+        self.num_tokens = self._documents = 0
         self._bin, self._idx = _paths(Path(prefix))
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
-        self._lengths: list[int] = []
-        self._stream = self._bin.open("wb")
+        self._stream, self._index = self._bin.open("wb"), self._idx.open("w+b")
+        self._index.write(bytes(HEADER.size))  # it is known in the end
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends one document.
@@ -59,48 +62,55 @@ class TokenFileWriter:
         if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
             outside = array.min() if array.min() < 0 else array.max()
             raise DataError(
-                f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the vocabulary "
+                f"{self._bin.name}: token {outside} in document {self._documents} is not in the vocabulary "
                 f"of {self._vocab_size:,}. Use the tokenizer that this vocabulary size belongs to."
             )
         self._stream.write(array.astype(self._dtype, copy=False).tobytes())
-        self._lengths.append(array.size)
+        self._index.write(struct.pack("<i", array.size))
+        self._documents += 1
         self.num_tokens += array.size
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        self._stream.close()
-        if error_type is None:
-            self._idx.write_bytes(self._index())
-        else:
+        with self._stream, self._index:
+            if error_type is None:
+                self._finish_index()
+        if error_type is not None:
             self._bin.unlink()
+            self._idx.unlink()
 
-    def _index(self) -> bytes:
-        lengths = np.array(self._lengths, dtype=np.int64)
-        ends = np.cumsum(lengths) * self._dtype.itemsize
+    def _finish_index(self) -> None:
+        """Adds to the lengths what follows from them, a part at a time: they may be more than memory holds."""
+        end = 0
+        for first in range(0, self._documents, DOCUMENTS_PER_PART):
+            self._index.seek(HEADER.size + 4 * first)
+            lengths = np.frombuffer(self._index.read(4 * min(DOCUMENTS_PER_PART, self._documents - first)), "<i4")
+            ends = end + np.cumsum(lengths * np.int64(self._dtype.itemsize))
+            self._index.seek(0, os.SEEK_END)
+            self._index.write(np.concatenate(([end], ends[:-1])).astype("<i8").tobytes())
+            end = int(ends[-1])
+        for first in range(0, self._documents + 1, DOCUMENTS_PER_PART):
+            part = np.arange(first, min(first + DOCUMENTS_PER_PART, self._documents + 1), dtype="<i8")
+            self._index.write(part.tobytes())
         code = next(code for code, dtype in TYPE_CODES.items() if dtype == self._dtype)
-        return b"".join(
-            (
-                HEADER.pack(MAGIC, VERSION, code, lengths.size, lengths.size + 1),
-                lengths.astype("<i4").tobytes(),
-                (ends - lengths * self._dtype.itemsize).astype("<i8").tobytes(),
-                np.arange(lengths.size + 1, dtype="<i8").tobytes(),
-            )
-        )
+        self._index.seek(0)
+        self._index.write(HEADER.pack(MAGIC, VERSION, code, self._documents, self._documents + 1))
 
 
 class TokenFile:
-    """A memory-mapped token file: `tokens` is all of it, flat; `document(i)` is one document."""
+    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat; `document(i)` is one document."""
 
     def __init__(self, prefix: str | Path) -> None:
-        """Opens `PREFIX.bin` and `PREFIX.idx`; checks header and sizes, without reading the tokens.
+        """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`; neither is mapped or held open until it is read.
 
         Raises:
             DataError: a file is missing, empty, truncated, too long, or not in this format.
         """
         self.prefix = Path(prefix)
-        self._bin, idx = _paths(self.prefix)
+        self._bin, self._idx = _paths(self.prefix)
+        idx = self._idx
         size = _size(idx, at_least=HEADER.size)
         with idx.open("rb") as stream:
             magic, version, code, num_sequences, index_length = HEADER.unpack(stream.read(HEADER.size))
@@ -122,22 +132,38 @@ class TokenFile:
         if num_sequences == 0 or index_length == 0:
             raise DataError(f"{idx}: holds no documents. {rebuild_hint(idx.parent)}")
         self.dtype = np.dtype(TYPE_CODES[code])
-        raw = np.memmap(idx, mode="r", offset=HEADER.size)
-        self._lengths = raw[: 4 * num_sequences].view("<i4")
-        self._offsets = raw[4 * num_sequences : 12 * num_sequences].view("<i8")
-        self._document_index = raw[12 * num_sequences :].view("<i8")
-        expected = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        self._num_sequences, self.num_documents = num_sequences, index_length - 1
+        with idx.open("rb") as stream:
+            stream.seek(HEADER.size + 4 * num_sequences - 4)
+            (length,) = struct.unpack("<i", stream.read(4))
+            stream.seek(HEADER.size + 12 * num_sequences - 8)
+            (offset,) = struct.unpack("<q", stream.read(8))
+        expected = offset + length * self.dtype.itemsize
         if (size := _size(self._bin, at_least=1)) != expected or size % self.dtype.itemsize:
             raise _wrong_size(self._bin, f"{expected:,}", size)
-        self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r")
+        self.num_tokens = size // self.dtype.itemsize
 
-    @property
-    def num_tokens(self) -> int:
-        return self.tokens.size
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """All tokens, mapped: what is looked at counts as memory of the process."""
+        return np.memmap(self._bin, dtype=self.dtype, mode="r")
 
-    @property
-    def num_documents(self) -> int:
-        return self._document_index.size - 1
+    @functools.cached_property
+    def _handle(self) -> int:
+        handle = os.open(self._bin, os.O_RDONLY)
+        weakref.finalize(self, os.close, handle)
+        return handle
+
+    def read(self, begin: int, count: int) -> np.ndarray:
+        """Returns `count` tokens from position `begin` on, in one request to the file system.
+
+        Raises:
+            DataError: the file has become shorter than it was when it was opened.
+        """
+        data = os.pread(self._handle, count * self.dtype.itemsize, begin * self.dtype.itemsize)
+        if len(data) != count * self.dtype.itemsize:
+            raise _wrong_size(self._bin, f"{self.num_tokens * self.dtype.itemsize:,}", self._bin.stat().st_size)
+        return np.frombuffer(data, self.dtype)
 
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
@@ -146,14 +172,16 @@ class TokenFile:
         Raises:
             DataError: the index is damaged: documents overlap, or do not cover the tokens.
         """
-        offsets = np.append(self._offsets, self.num_tokens * self.dtype.itemsize)
-        sequences = self._document_index
-        inside = sequences.min() >= 0 and sequences.max() <= self._lengths.size and self._lengths.min() >= 0
-        whole = sequences[0] == 0 and sequences[-1] == self._lengths.size and np.all(np.diff(sequences) >= 0)
-        dense = offsets[0] == 0 and np.array_equal(np.diff(offsets), self._lengths * np.int64(self.dtype.itemsize))
+        raw = np.memmap(self._idx, mode="r", offset=HEADER.size)
+        lengths, sequences = raw[: 4 * self._num_sequences].view("<i4"), raw[12 * self._num_sequences :].view("<i8")
+        offsets = raw[4 * self._num_sequences : 12 * self._num_sequences].view("<i8")
+        offsets = np.append(offsets, self.num_tokens * self.dtype.itemsize)
+        inside = sequences.min() >= 0 and sequences.max() <= lengths.size and lengths.min() >= 0
+        whole = sequences[0] == 0 and sequences[-1] == lengths.size and np.all(np.diff(sequences) >= 0)
+        dense = offsets[0] == 0 and np.array_equal(np.diff(offsets), lengths * np.int64(self.dtype.itemsize))
         if not (inside and whole and dense):
-            idx = _paths(self.prefix)[1]
-            raise DataError(f"{idx}: damaged: its documents do not cover {self._bin.name}. {rebuild_hint(idx.parent)}")
+            hint = rebuild_hint(self._idx.parent)
+            raise DataError(f"{self._idx}: damaged: its documents do not cover {self._bin.name}. {hint}")
         return offsets[sequences] // self.dtype.itemsize
 
     def document(self, index: int) -> np.ndarray:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kit.data.dataset import Dataset
-from kit.data.samples import Samples
 from kit.model import build_decoder
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -70,8 +69,8 @@ class SmallTraining:
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: Precision = PRECISIONS[0]) -> None:
         self.recipe, self.precision = recipe, precision
-        self.samples = Samples(data.train, SPEC.sequence_length, recipe.seed)
-        held_out = Samples(data.validation, SPEC.sequence_length, recipe.seed)
+        self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
+        held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
         self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
         self.stored = build_decoder(SPEC, seed=recipe.seed).to(precision.stored).float()
         self.model = copy.deepcopy(self.stored).to(precision.computed)

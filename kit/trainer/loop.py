@@ -11,7 +11,7 @@ from torch import Tensor
 from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.state import JobState, take_request, update_state
-from kit.data import Samples
+from kit.data import Samples, training_samples
 from kit.engines import ScalingEngine, build_engine
 from kit.engines.process_group import control_group
 from kit.errors import RunError
@@ -33,7 +33,7 @@ class Trainer:
         self.rank, self.device = dist.get_rank(), device
         self.control, self.home = control_group(), Home(run.directory)
         self.dataset = run.dataset()
-        self.samples = Samples(self.dataset.train, run.spec.sequence_length, self.recipe.seed)
+        self.samples = training_samples(self.recipe, run.spec.sequence_length)
         self.step, self.consumed, self.step_time_s = 0, 0, 0.0
         self.work_s: float | None = None
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
@@ -139,7 +139,7 @@ class Trainer:
         return torch.from_numpy(samples.batch(first + self.engine.data_rank * share, share))
 
     def _validate(self) -> float:
-        held_out = Samples(self.dataset.validation, self.run.spec.sequence_length, self.recipe.seed)
+        held_out = self.dataset.samples("validation", self.run.spec.sequence_length, self.recipe.seed)
         batches = max(1, self.recipe.validation_sequences // self.plan.global_batch_size)
         firsts = range(0, batches * self.plan.global_batch_size, self.plan.global_batch_size)
         return sum(self.engine.validation_loss(self._batch(held_out, first)) for first in firsts) / batches

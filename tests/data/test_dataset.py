@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.data import Corpus, Dataset, Samples, build_dataset
+from kit.data import Corpus, Dataset, build_dataset
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
 
@@ -119,6 +119,36 @@ def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypat
 def test_the_same_text_gives_the_same_bytes(built, text, tmp_path):
     again = build_dataset(tmp_path / "again", text, **QUIET)
     assert contents(again.directory) == contents(built)
+
+
+def test_training_documents_are_written_in_a_random_order(built, text, tmp_path, monkeypatch):
+    """That of their draws, the same from one block in memory or many on the disk; another seed gives another."""
+
+    def texts(dataset: Dataset) -> list[str]:
+        tokenizer, file = dataset.tokenizer(), dataset.train
+        return [tokenizer.decode(file.document(i)[:-1]) for i in range(file.num_documents)]
+
+    dataset = Dataset.open(built)
+    draws = {document.text: document.draw("order 1234") for document in Corpus(text)}
+    assert dataset.info.settings.order == "windows"
+    assert texts(dataset) == sorted(texts(dataset), key=draws.__getitem__)
+    read = [list(draws).index(text) for text in texts(dataset)]
+    assert abs(np.corrcoef(read[:-1], read[1:])[0, 1]) < 0.4
+    monkeypatch.setattr("kit.data.shuffle.BLOCK_BYTES", 500)
+    monkeypatch.setattr("kit.data.shuffle.HELD_BYTES", 300)
+    monkeypatch.setattr("kit.data.token_file.DOCUMENTS_PER_PART", 7)
+    assert contents(build_dataset(tmp_path / "blocks", text, **QUIET).directory) == contents(built)
+    other = build_dataset(tmp_path / "other", text, **QUIET, seed=5)
+    assert [text for text in texts(other) if text in texts(dataset)] != texts(dataset)
+
+
+def test_a_dataset_in_the_older_order_is_replaced_only_when_asked(copy, built, text):
+    told = json.loads((copy / "dataset.json").read_text())
+    del told["settings"]["order"]
+    (copy / "dataset.json").write_text(json.dumps(told))
+    with pytest.raises(DataError, match="other settings: order: documents there, windows asked. Nothing was changed"):
+        build_dataset(copy, text, **QUIET)
+    assert contents(build_dataset(copy, text, **QUIET, overwrite=True).directory) == contents(built)
 
 
 def test_seed_and_fraction_choose_what_is_held_out(built, text, tmp_path):
@@ -247,6 +277,6 @@ def test_unigram_baseline(built):
 
 def test_default_corpus_trains(tmp_path):
     dataset = build_dataset(tmp_path / "data", max_bytes=300_000, vocab_size=512, progress=False)
-    batch = Samples(dataset.train, 128, seed=0).batch(0, 8)
+    batch = dataset.samples("train", 128, seed=0).batch(0, 8)
     assert batch.shape == (8, 129) and batch.max() < 512
     assert dataset.unigram_baseline().bits_per_byte < 8

@@ -1,126 +1,165 @@
-"""Samples: a pure function of the sample's number that reads each token of an epoch exactly once."""
+"""Samples and Windows: a function of the sample's number, as a plain loop counts, in an order as good as NumPy's."""
 
-import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kit.data.samples import Samples
-from kit.data.token_file import TokenFile, TokenFileWriter
+from kit.data.samples import PERIOD, Samples
+from kit.data.windows import Windows, permuted
 from kit.errors import DataError
+from tests.data.orders import quality
+from tests.data.token_files import numbered
 
 
-def numbered(prefix, lengths: list[int]) -> TokenFile:
-    """Returns a file whose n-th token is n, so that a token tells where it stood."""
-    bounds = np.concatenate(([0], np.cumsum(lengths)))
-    with TokenFileWriter(prefix, int(bounds[-1]) + 1) as writer:
-        for begin, end in itertools.pairwise(bounds):
-            writer.add(np.arange(begin, end))
-    return TokenFile(prefix)
+@settings(deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.integers(0, 9))
+def test_an_epoch_is_a_permutation(count, seed, epoch):
+    found = permuted(np.arange(count), count, (seed, 0, epoch))
+    assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(count))
 
 
-@pytest.fixture
-def token_file(tmp_path):
-    return numbered(tmp_path / "x", [int(n) for n in np.random.default_rng(0).integers(1, 60, 100)])
+@settings(deadline=None)
+@given(st.integers(1, 2**50), st.data())
+def test_any_part_of_any_order_is_the_same_alone(count, data):
+    index = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=20, unique=True)))
+    together = permuted(index, count, (1, 2, 3))
+    assert together.min() >= 0 and together.max() < count and np.unique(together).size == index.size
+    assert together.tolist() == [permuted(index[i : i + 1], count, (1, 2, 3)).item() for i in range(index.size)]
+
+
+def test_the_order_is_as_good_as_numpys():
+    """Of the first tenth of 40 epochs: means of each statistic differ by no more than the noise of both."""
+    count, tries = 20_000, 40
+    ours = [quality(permuted(np.arange(2000), count, (1, 0, epoch)), count) for epoch in range(tries)]
+    theirs = [quality(np.random.RandomState(seed).permutation(count)[:2000], count) for seed in range(tries)]
+    for name in ours[0]:
+        mine, other = (np.array([row[name] for row in rows]) for rows in (ours, theirs))
+        noise = math.hypot(mine.std(), other.std()) / math.sqrt(tries)
+        assert abs(mine.mean() - other.mean()) < 4 * noise, name
+
+
+def test_seeds_sources_and_epochs_have_orders_of_their_own():
+    orders = [permuted(np.arange(1000), 1000, key) for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0))]
+    for i, first in enumerate(orders):
+        assert all(abs(np.corrcoef(first, other)[0, 1]) < 0.15 for other in orders[:i])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(6, 60), min_size=1, max_size=6), st.integers(1, 5), st.integers(0, 99), st.integers(1, 40))
+def test_shards_are_read_as_one_and_every_window_once(tmp_path_factory, sizes, length, seed, cut):
+    folder = tmp_path_factory.mktemp("x")
+    files = [numbered(folder / str(i), [size], first=1000 * i) for i, size in enumerate(sizes)]
+    source = Windows(files, length, seed)
+    windows = [list(range(1000 * i + at, 1000 * i + at + length + 1)) for i, size in enumerate(sizes) for at in
+               range(0, size - length, length)]  # fmt: skip
+    samples = Samples([source], length)
+    assert source.epoch_sequences == len(windows) and samples.epochs(3 * len(windows)) == [3.0]
+    for epoch in range(2):
+        read = samples.batch(epoch * len(windows), len(windows)).tolist()
+        assert sorted(read) == windows
+    parts = np.concatenate((samples.batch(0, cut), samples.batch(cut, 2 * len(windows))))
+    assert np.array_equal(parts, samples.batch(0, cut + 2 * len(windows)))
+
+
+class Numbers(Windows):
+    """A source whose rows say which of its sequences they are."""
+
+    def __init__(self, source: int) -> None:
+        self.source, self.epoch_sequences = source, 1
+
+    def fill(self, numbers, batch, rows) -> None:
+        batch[rows, 0], batch[rows, 1] = self.source, numbers
 
 
 @st.composite
-def shapes(draw):
-    lengths = draw(st.lists(st.integers(0, 30), min_size=1, max_size=20).filter(lambda x: sum(x) > 1))
-    return lengths, draw(st.integers(1, sum(lengths) - 1)), draw(st.integers(0, 2**32 - 1))
+def mixes(draw):
+    sources = draw(st.integers(1, 5))
+    weights = st.lists(st.sampled_from([0.0, 0.01, 0.25, 1.0, 3.7]), min_size=sources, max_size=sources).filter(any)
+    lengths = draw(st.lists(st.integers(1, 3 * PERIOD), max_size=3))
+    firsts = np.cumsum([0, *lengths]).tolist()
+    return sources, [(first, draw(weights)) for first in firsts]
 
 
-@settings(deadline=None)
-@given(shapes(), st.integers(1, 4))
-def test_each_epoch_reads_every_token_once(tmp_path_factory, shape, num_epochs):
-    lengths, sequence_length, seed = shape
-    samples = Samples(numbered(tmp_path_factory.mktemp("x") / "x", lengths), sequence_length, seed)
-    count = next(n for n in itertools.count() if samples._epoch_of(n)[0] == num_epochs)
-    inputs = samples.batch(0, count)[:, :-1]
-    times = np.bincount(inputs.ravel(), minlength=sum(lengths))
-    # The last window of the last epoch may reach into the next one, by less than its own length.
-    assert times.min() >= num_epochs and times.max() <= num_epochs + 1
-    assert (times == num_epochs + 1).sum() == inputs.size - num_epochs * sum(lengths) < sequence_length
+@settings(deadline=None, max_examples=12)
+@given(mixes(), st.data())
+def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
+    """The loop draws the sources one after another; any batch, from any sample on, must be a part of what it draws."""
+    num_sources, phases = mix
+    samples = Samples([Numbers(i) for i in range(num_sources)], 1, phases)
+    end, drawn = phases[-1][0] + PERIOD + 1000, np.zeros(num_sources, np.int64)
+    whole = samples.batch(0, end)
+    for first, (begin, weights), stop in zip(
+        (p[0] for p in phases), phases, [p[0] for p in phases[1:]] + [end], strict=True
+    ):
+        assert first == begin
+        sources = whole[begin:stop, 0]
+        for i in range(num_sources):
+            numbers = whole[begin:stop][sources == i, 1]
+            assert np.array_equal(numbers, drawn[i] + np.arange(numbers.size))  # none twice, none left out
+            share = weights[i] / sum(weights)
+            due = share * np.arange(1, stop - begin + 1)
+            bound = (num_sources + 1) / 2 + np.arange(1, stop - begin + 1) / PERIOD
+            assert np.all(np.abs(np.cumsum(sources == i) - due) <= bound + 1e-6)
+            drawn[i] += numbers.size
+    assert samples.epochs(end) == drawn.tolist()
+    begin, count = data.draw(st.integers(0, end)), data.draw(st.integers(0, 50))
+    assert np.array_equal(samples.batch(begin, min(count, end - begin)), whole[begin : begin + count])
 
 
-@settings(deadline=None)
-@given(shapes())
-def test_windows_are_whole_documents_end_to_end(tmp_path_factory, shape):
-    lengths, sequence_length, seed = shape
-    token_file = numbered(tmp_path_factory.mktemp("x") / "x", lengths)
-    begins = set(token_file.document_starts.tolist())
-    for row in Samples(token_file, sequence_length, seed).batch(0, 12):
-        for token, following in itertools.pairwise(row.tolist()):
-            assert following == token + 1 or (token + 1 in begins and following in begins)
-
-
-def test_windows_of_an_epoch_join_to_its_stream(token_file):
-    samples = Samples(token_file, 16, seed=5)
-    count = next(n for n in itertools.count() if samples._epoch_of(n)[0] == 3)
-    rows = samples.batch(0, count)
-    following = {
-        int(row[0]): row for row in rows[: np.searchsorted([samples._epoch_of(n)[0] for n in range(count)], 1)]
-    }
-    chained = sum(int(row[-1]) in following for row in following.values())
-    assert chained == len(following) - 1
-
-
-@settings(deadline=None)
-@given(st.integers(0, 500), st.integers(0, 300), st.integers(0, 300))
-def test_any_split_of_a_batch_reads_the_same(tmp_path_factory, first, count, cut):
-    samples = Samples(numbered(tmp_path_factory.mktemp("x") / "x", [7, 300, 2, 1, 90]), 8, seed=3)
-    whole = samples.batch(first, count)
-    cut = min(cut, count)
-    parts = np.concatenate((samples.batch(first, cut), samples.batch(first + cut, count - cut)))
-    assert np.array_equal(whole, parts)
-
-
-def test_a_fresh_object_reads_on_where_another_stopped(token_file):
-    samples = Samples(token_file, 16, seed=1)
-    straight = np.concatenate([samples.batch(i * 8, 8) for i in range(100)])
-    resumed = Samples(token_file, 16, seed=1).batch(400, 400)
-    assert straight.dtype == np.int64 and straight.shape == (800, 17)
-    assert np.array_equal(straight[400:], resumed)
-
-
-def test_seeds_and_epochs_differ(token_file):
-    samples = Samples(token_file, 16, seed=1)
-    per_epoch = token_file.num_tokens // 16
-    first, second = samples.batch(0, per_epoch), samples.batch(per_epoch + 1, per_epoch)
-    other = Samples(token_file, 16, seed=2).batch(0, per_epoch)
-    assert (first == second).mean() < 0.05 and (first == other).mean() < 0.05
-    assert not np.array_equal(np.sort(first[:, 0]), first[:, 0])
+def test_a_weight_without_a_place_is_refused():
+    with pytest.raises(DataError, match="weight 1e-05: less than 1/65,536 of the mix"):
+        Samples([Numbers(0), Numbers(1)], 1, [(0, [1e-5, 1.0])])
 
 
 def test_the_order_never_changes(tmp_path):
     """A run resumed by a later version must read the data in the order it began with."""
-    samples = Samples(numbered(tmp_path / "x", [3, 10, 1, 7, 20, 5]), 6, seed=1234)
-    assert samples.batch(0, 3).tolist() == PINNED
+    files = [numbered(tmp_path / str(i), [31], first=100 * i) for i in range(2)]
+    samples = Samples([Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)], 3, [(0, (3, 1)), (20, (1, 2))])
+    assert samples.batch(0, 30)[:, 0].tolist() == PINNED
 
 
-PINNED = [[3, 4, 5, 6, 7, 8, 9], [0, 1, 2, 21, 22, 23, 24], [20, 41, 42, 43, 44, 45, 3]]
+PINNED = [
+    0,
+    12,
+    0,
+    3,
+    24,
+    21,
+    24,
+    18,
+    9,
+    27,
+    124,
+    15,
+    6,
+    21,
+    21,
+    18,
+    24,
+    12,
+    100,
+    0,
+    127,
+    3,
+    6,
+    12,
+    6,
+    115,
+    3,
+    27,
+    9,
+    109,
+]
 
 
-def test_large_batches_are_copied_in_parts(token_file, monkeypatch):
-    whole = Samples(token_file, 16, seed=1).batch(0, 500)
-    monkeypatch.setattr("kit.data.samples.TOKENS_PER_COPY", 40)
-    assert np.array_equal(Samples(token_file, 16, seed=1).batch(0, 500), whole)
-
-
-def test_a_sequence_longer_than_the_data_is_refused(tmp_path):
-    token_file = numbered(tmp_path / "x", [5, 6])
-    assert Samples(token_file, 10, seed=0).batch(0, 3).shape == (3, 11)
-    message = "sequence_length: 11 needs at least 12 tokens, but x.bin holds 11. Give at most 10"
-    with pytest.raises(DataError, match=message):
-        Samples(token_file, 11, seed=0)
-    with pytest.raises(DataError, match="sequence_length: 0 is not allowed"):
-        Samples(token_file, 0, seed=0)
-
-
-def test_impossible_requests_are_refused(token_file):
-    with pytest.raises(DataError, match="seed: -1"):
-        Samples(token_file, 16, seed=-1)
-    with pytest.raises(DataError, match="samples -1 "):
-        Samples(token_file, 16, seed=0).batch(-1, 4)
+def test_a_file_cut_short_after_it_was_opened_is_told(tmp_path):
+    file = numbered(tmp_path / "x", [100])
+    samples = Samples([Windows([file], 9, 0)], 9)
+    samples.batch(0, 11)
+    with (tmp_path / "x.bin").open("r+b") as stream:
+        stream.truncate(40)
+    with pytest.raises(DataError, match="x.bin: truncated or damaged: expected 200 bytes, found 40"):
+        samples.batch(0, 11)

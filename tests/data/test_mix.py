@@ -1,0 +1,110 @@
+"""A recipe's data: a plain folder, or shards and sources in phases; what does not belong together is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kit.data import Dataset, located, training_samples
+from kit.data.token_file import TokenFileWriter
+from kit.errors import ConfigError, DataError
+from kit.recipe import DataPhase, DataSource, Recipe
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    """A folder of three Megatron shards with tokens 1, 2 and 3 only, of 100, 200 and 300 windows of 8."""
+    for token in (1, 2, 3):
+        with TokenFileWriter(tmp_path / f"part_{token}", 300) as writer:
+            for _ in range(100 * token):
+                writer.add([token] * 8)
+            writer.add([token])
+    return tmp_path
+
+
+def mixed(dataset, *sources: DataSource, phases=()) -> Recipe:
+    return Recipe(data=str(dataset.directory), num_steps=10, sources=sources, phases=phases)
+
+
+def test_a_plain_path_reads_the_datasets_own_text(tiny_dataset, recipe):
+    samples = training_samples(recipe, 16)
+    assert np.array_equal(samples.batch(5, 9), tiny_dataset.samples("train", 16, recipe.seed).batch(5, 9))
+    windows = (tiny_dataset.train.num_tokens - 1) // 16
+    assert samples.epochs(2 * windows) == [2.0]
+
+
+def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
+    recipe = located(mixed(tiny_dataset, DataSource(paths=(f"{shards}/part_*",))))
+    assert recipe.sources[0].paths == tuple(str(shards / f"part_{i}") for i in (1, 2, 3))
+    assert located(recipe) == recipe and Recipe.from_json(recipe.to_json()) == recipe
+    samples = training_samples(recipe, 8)
+    assert samples.epochs(600) == [1.0]
+    assert np.bincount(samples.batch(0, 600)[:, 0]).tolist() == [0, 100, 200, 300]
+
+
+def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
+    sources = [DataSource(paths=(str(shards / f"part_{i}"),), weight=weight) for i, weight in ((1, 1), (2, 0), (3, 1))]
+    phases = (DataPhase(until_tokens=400, weights=(3, 1, 0)), DataPhase(until_tokens=1601, weights=(0, 1, 1)))
+    samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
+    read = samples.batch(0, 300)[:, 0]  # phases begin at samples 0, 50 and 201: the first that is wholly beyond
+    assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
+    assert np.bincount(read, minlength=4)[1:].tolist() == pytest.approx([37.5 + 49.5, 12.5 + 75, 75 + 49.5], abs=2)
+    assert samples.epochs(300) == [
+        pytest.approx(np.count_nonzero(read == i) / of) for i, of in ((1, 100), (2, 200), (3, 300))
+    ]
+
+
+def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):
+    for i in range(2):
+        shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}")
+    recipe = located(mixed(tiny_dataset, DataSource(paths=(f"{tmp_path}/part_*",))))
+    assert len(recipe.sources[0].paths) == 2
+    windows = (tiny_dataset.train.num_tokens - 1) // 16
+    assert training_samples(recipe, 16).epochs(windows) == [0.5]
+
+
+def test_another_vocabulary_is_refused(tiny_dataset, tmp_path):
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            training_samples(mixed(tiny_dataset, DataSource(paths=(str(path),))), 8)
+
+    other = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "other"))
+    told = json.loads((other / "dataset.json").read_text())
+    (other / "dataset.json").write_text(json.dumps(told | {"tokenizer_sha256": "f" * 64}))
+    refused(other, f"{other} has tokenizer ffffffffffff, recipe.data tokenizer .*Tokenize it with .*tokenizer.json")
+    for name, vocab_size, token in (("wide", 70_000, 1), ("large", 1000, 999)):
+        with TokenFileWriter(tmp_path / name, vocab_size) as writer:
+            writer.add([token] * 100)
+    refused(tmp_path / "wide", "wide has int32 tokens, recipe.data uint16 tokens. Tokenize it with .*tokenizer.json")
+    refused(tmp_path / "large", "large has token 999, recipe.data a vocabulary of 300")
+    refused(tmp_path / "absent_*", r"absent_\*: not a dataset, but empty or absent")
+    with TokenFileWriter(tmp_path / "short", 300) as writer:
+        writer.add([1] * 8)
+    refused(tmp_path / "short", "sequence_length: 8 needs at least 9 tokens, but short.bin holds 8")
+
+
+def test_a_mix_that_says_nothing_true_is_refused(tiny_dataset):
+    web, code = DataSource(paths=("web",)), DataSource(paths=("code",))
+
+    def refused(message: str, *sources: DataSource, **phases) -> None:
+        with pytest.raises(ConfigError, match=message):
+            mixed(tiny_dataset, *sources, **phases)
+
+    refused(r"recipe.sources\[1\].paths: \(\) is not allowed. Give one path or more", web, DataSource(paths=()))
+    for weight in (-1.0, 0.0, float("nan"), float("inf")):
+        refused(r"recipe.sources: weights: .* is not allowed. Give 1 numbers", web.replace(weight=weight))
+    refused(
+        "recipe.phases: 1 is not allowed. Give recipe.sources too", phases=(DataPhase(until_tokens=1, weights=(1,)),)
+    )
+    refused(r"phases\[0\].weights: .*Give 2 n", web, code, phases=(DataPhase(until_tokens=1, weights=(1,)),))
+    falling = (DataPhase(until_tokens=9, weights=(1, 2)), DataPhase(until_tokens=9, weights=(1, 2)))
+    refused(r"recipe.phases\[1\].until_tokens: 9.0 is not allowed. Give a number above 9", web, code, phases=falling)
+
+
+def test_a_rank_opens_no_index_and_maps_nothing(tiny_dataset, monkeypatch):
+    """Neither start nor batches may cost what grows with the documents."""
+    monkeypatch.setattr("kit.data.token_file.np.memmap", None)
+    dataset = Dataset.open(tiny_dataset.directory)
+    assert dataset.samples("train", 16, seed=1).batch(0, 4).shape == (4, 17)
