@@ -89,6 +89,16 @@ class Links(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Storage(Record):
+    """The shared file system of a site; what is not known, or depends on what was ordered, is left out."""
+
+    write_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
+    read_bytes_per_s: Fact | None = field_doc("of the whole file system", default=None)
+    quota_bytes: Fact | None = field_doc("that a project may keep on it", default=None)
+    metadata_calls_per_s: Fact | None = field_doc("files opened, made, renamed and asked about", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Site(Record):
     """A machine: its devices, links, scheduler and price."""
 
@@ -100,6 +110,8 @@ class Site(Record):
                                                                  default="native")  # fmt: skip
     device: Device = field_doc("one of them")
     links: Links = field_doc("between them", default_factory=Links)
+    storage: Storage = field_doc("shared by all nodes", default_factory=Storage)
+    open_files: Fact | None = field_doc("that a process may have at most, sockets included", default=None)
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)
     base: str | None = field_doc("packaged site whose facts hold where the file gives none", default=None)
     slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)

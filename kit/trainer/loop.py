@@ -175,7 +175,8 @@ class Trainer:
         if now - self.last_beat < HEARTBEAT_EVERY_S and self.step < self.recipe.num_steps:
             return
         self.last_beat = now
-        self.home.check()
+        if self.rank == 0 or self.signs.has_own_file:  # else nothing is written, and thousands of ranks would look
+            self.home.check()
         self.signs.say()
         if self.rank == 0:
             update_state(

@@ -37,6 +37,11 @@ class Signs:
         self.is_gathered = self.num_ranks > MANY and not self.is_relayed
         self.gathered_at = float("-inf")
 
+    @property
+    def has_own_file(self) -> bool:
+        """Whether this rank writes a file of its own."""
+        return not (self.is_relayed or self.is_gathered)
+
     def step_done(self, step: int, step_time_s: float, work_s: float | None) -> None:
         """Takes note of a step, to be told."""
         self.beat = self.beat.replace(step=step, time=time.time(), step_time_s=step_time_s, work_s=work_s)

@@ -27,6 +27,7 @@ from tests.benchmarks import (
     monitor,
     overhead,
     planning,
+    rehearsal,
     scale,
     startup,
     train_speed,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "scale": lambda workplace, dataset: scale.measure(workplace),
     "groups": lambda workplace, dataset: groups.measure(workplace),
     "planning": lambda workplace, dataset: planning.measure(workplace),
+    "rehearsal": rehearsal.measure,
     "gpu": lambda workplace, dataset: gpu.measure(workplace),
     "monitor": lambda workplace, dataset: monitor.measure(workplace),
 }

@@ -1,0 +1,98 @@
+"""A dress rehearsal: what a job of full size would ask of its site, stage by stage, before anyone pays for it.
+
+The cutting code of every kind of rank runs; all else is counted from what the parts of the kit do, or modelled.
+BENCHMARKS.md compares the counts with small real jobs; what was never run is said (`Rehearsal.never_run`).
+"""
+
+import dataclasses
+from typing import Any
+
+from cluster.site import Site
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.rehearsal.count import Count
+from kit.rehearsal.job import Job
+from kit.rehearsal.running import plan as plan_stage
+from kit.rehearsal.running import ranks, signs_of_life, start
+from kit.rehearsal.saving import checkpoints, data, failures, scores
+from kit.show.results import format_value
+from kit.show.table import Table
+from kit.spec import ModelSpec
+
+__all__ = ["Count", "Rehearsal", "rehearse"]
+STAGES = (plan_stage, ranks, start, signs_of_life, checkpoints, data, scores, failures)
+NEVER_RUN = (
+    "{devices:,} devices at once (what has: 8 ranks that train, 512 light ones under Slurm, 128 in a process group)",
+    "the file system of {site}: its rates are those of its site file",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What was counted, stage by stage."""
+
+    spec: ModelSpec
+    plan: Plan
+    site: Site
+    counts: tuple[Count, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is above a limit that is known."""
+        return all(count.fits is not False for count in self.counts)
+
+    @property
+    def title(self) -> str:
+        """What was rehearsed, and the verdict."""
+        above = [count.what for count in self.counts if count.fits is False]
+        unknown = sum(count.fits is None and count.is_limited for count in self.counts)
+        verdict = f"does not fit: {', '.join(above)}" if above else "every count is under its limit"
+        if unknown:
+            verdict += f"; {unknown} without a known limit"
+        return f"{self.spec.name} on {self.plan.num_devices:,} devices of {self.site.name}: {verdict}"
+
+    @property
+    def never_run(self) -> list[str]:
+        """What no rehearsal can show."""
+        return [text.format(devices=self.plan.num_devices, site=self.site.name) for text in NEVER_RUN]
+
+    header = ("stage", "what", "is", "limit", "fits", "known how", "")
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The counts as text."""
+        verdicts = {True: "yes", False: "NO", None: ""}
+        return [
+            (c.stage, c.what, format_value(c.value, c.unit), c.limit_text, verdicts[c.fits], c.known, c.note)
+            for c in self.counts
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        counts = [dataclasses.asdict(count) | {"fits": count.fits} for count in self.counts]
+        asked = {"model": self.spec.name, "plan": self.plan.to_dict(), "site": self.site.name}
+        return {**asked, "fits": self.fits, "counts": counts, "never_run": self.never_run}
+
+    def _repr_html_(self) -> str:
+        names = [name or "note" for name in self.header]
+        together = [(*row[:2], *(cell.replace(" ", "\u00a0") for cell in row[2:4]), *row[4:]) for row in self.rows]
+        rows = [dict(zip(names, row, strict=True)) for row in together]
+        limits = [f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source]
+        notes = [f"Never run: {text}." for text in self.never_run]
+        return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
+
+
+def rehearse(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, *, hours_between_failures: float | None = None
+) -> Rehearsal:
+    """Returns what a job would ask of its site.
+
+    `hours_between_failures` is the mean of the whole job; by default that of published interruptions, for as many
+    devices (`kit.rehearsal.goodput`).
+
+    Raises:
+        ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
+    """
+    plan.check(spec)
+    job = Job(spec=spec, plan=plan, recipe=recipe, site=site, hours_between_failures=hours_between_failures)
+    return Rehearsal(spec, plan, site, tuple(count for stage in STAGES for count in stage(job)))

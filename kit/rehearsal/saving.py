@@ -1,0 +1,99 @@
+"""What a job asks of its site to keep what it has learnt: checkpoints, the order of its data, scores, restarts."""
+
+import functools
+import math
+from pathlib import Path
+
+from cluster.scheduler import EDIT
+from cluster.slurm.beat import SILENT_AFTER_S
+from kit.errors import ConfigError, DataError
+from kit.evaluate.jobs import layout as evaluation_layout
+from kit.evaluate.options import Options
+from kit.rehearsal.count import Count
+from kit.rehearsal.goodput import DEVICE_HOURS_BETWEEN_FAILURES, Goodput
+from kit.rehearsal.job import Job
+
+PLANNING_S_PER_RANK = 9.1 / 3072
+"""CPU seconds of rank 0 to plan a first checkpoint of gpt-1t; later ones keep the plan (BENCHMARKS.md)."""
+COPY_BYTES_PER_S = 5e9
+"""From a device to its host's memory, for which alone training waits: a sixth of PCIe 4.0 x16 (PCI-SIG: 31.5 GB/s)."""
+START_S = 120.0
+"""From the start of a job to its first step, but for its checkpoint: imports, process groups, model. Assumed."""
+
+
+def checkpoints(job: Job) -> list[Count]:
+    """Size, number and time of checkpoints."""
+    storage, recipe, size = job.site.storage, job.recipe, job.checkpoint_bytes
+    kept = recipe.keep_last + 1 + (recipe.num_steps // recipe.keep_every if recipe.keep_every else 0)
+    files = f"{kept} of {size / 1e12:.3g} TB in {job.plan.num_devices:,} files, one of them being written"
+    count = functools.partial(Count, stage="checkpoint")
+    between = functools.partial(
+        count, unit="s", limit=job.between_checkpoints_s, limit_source="the time between two", is_limited=True
+    )
+    pace = f"every {job.between_checkpoints_s / 60:.3g} min, in the background"
+    counts = [
+        count(what="kept", value=kept * size / 1e12, unit="TB", note=files).within(storage.quota_bytes, unit=1e12)
+    ]
+    if job.plan.engine != "neuron":  # NxD's ranks write without asking each other
+        seconds = PLANNING_S_PER_RANK * job.plan.num_devices
+        counts.append(between(what="planned by rank 0, CPU", value=seconds, note=pace))
+    if (rate := storage.write_bytes_per_s) is not None:
+        note = f"{pace}; at the rate of the whole file system"
+        counts.append(between(what="written in at least", value=size / rate.value, known="modelled", note=note))
+    return counts
+
+
+def data(job: Job) -> list[Count]:
+    """How often the text is read."""
+    from kit.data import Dataset
+
+    wanted = job.recipe.num_steps * job.plan.global_batch_size * job.spec.sequence_length
+    if job.recipe.data == EDIT:
+        return [
+            Count(stage="data", what="tokens", value=wanted / 1e9, unit="billion", note="without --data: no epochs")
+        ]
+    try:
+        tokens = Dataset.open(Path(job.recipe.data)).train.num_tokens
+    except DataError as error:
+        return [Count(stage="data", what="tokens", value=wanted / 1e9, unit="billion", note=f"no epochs: {error}")]
+    return [Count(stage="data", what="epochs", value=wanted / tokens, note=f"{wanted:,} tokens of {tokens:,}")]
+
+
+def scores(job: Job) -> list[Count]:
+    """How many devices hold the weights to score a checkpoint."""
+    try:
+        needed = evaluation_layout(job.spec, job.site, Options(precision="bf16"))
+    except ConfigError as error:
+        return [Count(stage="scores", what="devices", value=math.inf, limit=job.plan.num_devices, note=str(error))]
+    note = f"tensor {needed.tensor_parallel} x pipeline {needed.pipeline_parallel}, bf16, `kit eval --precision bf16`"
+    return [Count(stage="scores", what="devices", value=needed.num_devices, limit=job.plan.num_devices,
+                  limit_source="those of the job", is_limited=True, known="modelled", note=note)]  # fmt: skip
+
+
+def failures(job: Job) -> list[Count]:
+    """What failures cost at the recipe's cadence of checkpoints, and at the best one."""
+    hours = job.hours_between_failures or DEVICE_HOURS_BETWEEN_FAILURES / job.plan.num_devices
+    source = "yours" if job.hours_between_failures else "as of H100 in arXiv 2407.21783, by the device"
+    storage, size = job.site.storage, job.checkpoint_bytes
+    read_s, write_s = (
+        size / rate.value if rate else 0.0 for rate in (storage.read_bytes_per_s, storage.write_bytes_per_s)
+    )
+    goodput = Goodput(
+        between_failures_s=hours * 3600, save_s=size / job.plan.num_devices / COPY_BYTES_PER_S,
+        restart_s=SILENT_AFTER_S + START_S + read_s,
+    )  # fmt: skip
+    best_s = max(goodput.best_interval_s(), write_s)  # one save is written while training goes on to the next
+    restart = (f"noticed {SILENT_AFTER_S:.0f}, started {START_S:.0f} (assumed), checkpoint read {read_s:.0f} s; "
+               f"without the queue")  # fmt: skip
+    cadence = f"checkpoint_every {job.recipe.checkpoint_every}" if job.recipe.checkpoint_every else "only at the end"
+    rate = f"{size / best_s / 1e9:,.0f} GB/s to be written"
+    count = functools.partial(Count, stage="failures", known="modelled")
+    return [
+        count(what="mean time between failures", value=hours, unit="h", note=source),
+        count(what="a restart", value=goodput.restart_s, unit="s", note=restart),
+        count(what="best time between checkpoints", value=best_s / 60, unit="min",
+              note=f"checkpoint_every {max(1, round(best_s / job.step_s[0])):,} (Daly 2006); {rate}"),
+        count(what="time that counts, then", value=goodput.at(best_s), unit="fraction"),
+        count(what="time that counts, as the recipe saves", value=round(goodput.at(job.between_checkpoints_s), 6),
+              unit="fraction", note=cadence),
+    ]  # fmt: skip

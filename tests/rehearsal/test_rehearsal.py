@@ -1,0 +1,99 @@
+"""Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.scheduler import Broadcast
+from cluster.site import Fact, Site
+from kit.commands.app import app
+from kit.errors import ConfigError
+from kit.papers.recipes import published_recipe
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.rehearsal import Rehearsal, rehearse
+from kit.rehearsal.ranks import cut
+from kit.spec import ModelSpec
+
+RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
+
+
+@pytest.fixture
+def packed() -> Site:
+    """Frontier, with the Python environment packed."""
+    site = Site.load("frontier")
+    assert site.slurm and site.slurm.broadcast
+    broadcast = site.slurm.broadcast.replace(archive="/lustre/orion/abc123/environment.tar")
+    return site.replace(slurm=site.slurm.replace(broadcast=broadcast))
+
+
+def of(name: str, **changes) -> tuple[ModelSpec, Plan]:
+    published = published_recipe(name)
+    return ModelSpec.preset(published.model), published.plan.replace(**changes)
+
+
+def count(found: Rehearsal, what: str):
+    return next(count for count in found.counts if count.what == what)
+
+
+def test_a_trillion_parameters_on_3072_devices_fit(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    found = rehearse(spec, plan, RECIPE, packed)
+    assert plan.num_devices == 3072 and found.fits, found.title
+    assert count(found, "nodes").value == 384
+    assert count(found, "weights lost or doubled by the cuts").value == 0
+    assert count(found, "kept").value == pytest.approx(3 * 12.1, rel=0.01)
+    assert count(found, "datagrams").value < 100
+    assert 0.8 < count(found, "time that counts, then").value < 1
+    assert "3,072 devices" in found.never_run[0]
+
+
+def test_70b_on_8192_cores_fits():
+    site = Site.load("trn1.32xlarge")
+    spec, plan = of("hlat-70b")
+    plan = plan.replace(data_parallel=8192 // (plan.tensor_parallel * plan.pipeline_parallel))
+    assert site.slurm
+    archive = Broadcast(directory="/local_storage/environment", archive="/fsx/environment.tar")
+    packed = site.replace(slurm=site.slurm.replace(broadcast=archive))
+    found = rehearse(spec, plan.replace(global_batch_size=1024), RECIPE, packed)
+    assert plan.num_devices == 8192 and found.fits, found.title
+    assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on what is ordered"
+
+
+def test_what_does_not_fit_is_named(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    tight = packed.storage.replace(quota_bytes=Fact(value=30e12, source="a smaller project"))
+    found = rehearse(spec, plan, RECIPE, packed.replace(storage=tight))
+    assert not found.fits and "does not fit: kept;" in found.title
+    unpacked = rehearse(spec, plan, RECIPE, Site.load("frontier"))
+    assert "nodes that read Python from the shared disk" in unpacked.title
+    often = rehearse(spec, plan, RECIPE.replace(checkpoint_every=1), packed, hours_between_failures=0.1)
+    assert count(often, "mean time between failures").value == 0.1
+    assert count(often, "time that counts, then").value < 0.7
+
+
+def test_a_plan_that_cannot_run_is_refused(packed):
+    spec, plan = of("frontier-1t")
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        rehearse(spec, plan.replace(tensor_parallel=7), RECIPE, packed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_cuts_lose_no_weight(tied):
+    spec = ModelSpec.preset("demo").replace(num_layers=6, tied_embeddings=tied)
+    found = cut(spec, Plan(pipeline_parallel=3, tensor_parallel=2, data_parallel=3, zero_stage=1, global_batch_size=6))
+    assert found.num_params == spec.num_params
+    assert found.num_kinds == 12 and found.groups == {"world": 18, "pipeline": 3, "data": 3, "tensor": 2} | (
+        {"tied embeddings": 2} if tied else {}
+    )
+
+
+def test_the_command_says_it_in_its_exit_code(tmp_path):
+    words = ["rehearse", "--recipe", "frontier-1t", "--steps", "1000", "--site", "frontier", "--json"]
+    done = CliRunner().invoke(app, words)
+    said = json.loads(done.stdout)
+    assert done.exit_code == 1 and not said["fits"] and said["model"] == "gpt-1t"
+    assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {found["stage"] for found in said["counts"]}
+    nothing = CliRunner().invoke(app, ["rehearse"])
+    assert "Give RUN, or --site with --recipe" in str(nothing.exception)
