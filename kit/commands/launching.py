@@ -235,7 +235,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
     if not asked.lacking:
         try:
             _tell_epochs(asked, Recipe.from_dict(asked.fields))
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             left.append(f"recipe.data: {error}")
     if left:
         said = PlainConsole(stderr=True, soft_wrap=True)

@@ -190,3 +190,20 @@ def test_files_of_a_plan_hold_what_the_planner_writes() -> None:
     plan = published_recipe("hlat-7b").plan
     Path("plan.json").write_text(json.dumps(plan.to_dict()))
     assert asked(recipe="hlat-7b", plan=Path("plan.json")).plan == plan
+
+
+def test_epochs_of_each_source_are_told_before_anything_starts(
+    tiny_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tiny_dataset.directory
+    source = f'[[sources]]\npaths = ["{data}"]\nweight = %g\n'
+    phase = "[[phases]]\nuntil_tokens = 1e4\nweights = [1, 0]\n"
+    Path("mix.toml").write_text(f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}')
+    launch("--recipe", "mix.toml", "--model", "demo", "--set", "spec.sequence_length=64", "--show")
+    told = capsys.readouterr().err.splitlines()
+    # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
+    windows = (tiny_dataset.train.num_tokens - 1) // 64
+    counts = (157 + 1443 / 4, 1443 * 3 / 4)
+    assert [line.split(" of ")[1] for line in told] == [str(data)] * 2
+    for line, count in zip(told, counts, strict=True):
+        assert float(line.split()[1]) == pytest.approx(count / windows, rel=0.02)
