@@ -2,13 +2,13 @@
 
 import functools
 import math
-from pathlib import Path
 
 from cluster.scheduler import EDIT
 from cluster.slurm.beat import SILENT_AFTER_S
 from kit.errors import ConfigError, DataError
 from kit.evaluate.jobs import layout as evaluation_layout
 from kit.evaluate.options import Options
+from kit.launcher import check_data
 from kit.rehearsal.count import Count
 from kit.rehearsal.goodput import DEVICE_HOURS_BETWEEN_FAILURES, Goodput
 from kit.rehearsal.job import Job
@@ -44,19 +44,18 @@ def checkpoints(job: Job) -> list[Count]:
 
 
 def data(job: Job) -> list[Count]:
-    """How often the text is read."""
-    from kit.data import Dataset
-
+    """How often each source of text is read."""
     wanted = job.recipe.num_steps * job.plan.global_batch_size * job.spec.sequence_length
+    count = functools.partial(Count, stage="data")
     if job.recipe.data == EDIT:
-        return [
-            Count(stage="data", what="tokens", value=wanted / 1e9, unit="billion", note="without --data: no epochs")
-        ]
+        return [count(what="tokens", value=wanted / 1e9, unit="billion", note="without --data: no epochs")]
     try:
-        tokens = Dataset.open(Path(job.recipe.data)).train.num_tokens
-    except DataError as error:
-        return [Count(stage="data", what="tokens", value=wanted / 1e9, unit="billion", note=f"no epochs: {error}")]
-    return [Count(stage="data", what="epochs", value=wanted / tokens, note=f"{wanted:,} tokens of {tokens:,}")]
+        sources = check_data(job.spec, job.plan, job.recipe)
+    except (DataError, ConfigError) as error:
+        return [count(what="tokens", value=wanted / 1e9, unit="billion", note=f"no epochs: {error}")]
+    return [
+        count(what=f"epochs of {name}", value=epochs, note=f"of {wanted:,} tokens in all") for name, epochs in sources
+    ]
 
 
 def scores(job: Job) -> list[Count]:

@@ -89,6 +89,15 @@ def test_cuts_lose_no_weight(tied):
     )
 
 
+def test_text_that_is_there_is_counted(packed, tiny_dataset):
+    spec = ModelSpec.preset("demo")
+    recipe = RECIPE.replace(data=str(tiny_dataset.directory))
+    found = rehearse(spec, Plan(data_parallel=8, global_batch_size=8), recipe, packed)
+    epochs = next(count for count in found.counts if count.what.startswith("epochs of"))
+    tokens = tiny_dataset.train.num_tokens
+    assert epochs.value == pytest.approx(100_000 * 8 * spec.sequence_length / tokens, rel=0.05)
+
+
 def test_the_command_says_it_in_its_exit_code(tmp_path):
     words = ["rehearse", "--recipe", "frontier-1t", "--steps", "1000", "--site", "frontier", "--json"]
     done = CliRunner().invoke(app, words)
