@@ -10,6 +10,7 @@ from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import ENGINE_KERNELS
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.memory import CONVENTIONS, memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -43,6 +44,14 @@ class Job:
         hardware, calibration = Hardware.of(self.site, "bf16"), published_calibration(self.site)
         kernels = ENGINE_KERNELS[self.plan.engine]
         return Machine(site=self.site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
+
+    @cached_property
+    def used_bytes(self) -> float:
+        """Modelled bytes of the fullest device."""
+        plan = self.plan
+        is_pure = plan.engine == "neuron" and plan.precision == "bf16" and plan.zero_stage == 0
+        convention = CONVENTIONS["pure_bf16" if is_pure else "mixed_precision"]
+        return memory(self.layout, kernels=self.machine.kernels, convention=convention).used_bytes.item()
 
     @cached_property
     def step_s(self) -> tuple[float, float, float]:

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from cluster.heartbeats import COLLECT_EVERY_S
 from cluster.render import STORM_NODES
 from cluster.slurm.beat import BEAT_EVERY_S
@@ -26,9 +28,9 @@ DATAGRAMS_PER_S = 10_000.0
 
 def plan(job: Job) -> list[Count]:
     """The layout: memory of the fullest device, time of a step and of the run."""
-    used = job.machine.memory(job.layout).used_bytes
+    used = job.used_bytes
     has = float(job.machine.hardware.memory_bytes)
-    risk = RESERVE.out_of_memory_probability(used, has).item()
+    risk = RESERVE.out_of_memory_probability(np.array(used), has).item()
     step_s, low_s, high_s = job.step_s
     days = job.recipe.num_steps * step_s / 86_400
     tokens = job.recipe.num_steps * job.plan.global_batch_size * job.spec.sequence_length
@@ -38,7 +40,7 @@ def plan(job: Job) -> list[Count]:
     return [
         Count(stage="plan", what="nodes", value=job.num_nodes, limit=most, limit_source="site.slurm.max_nodes"),
         Count(
-            stage="plan", what="memory of the fullest device", value=used.item() / 1e9, unit="GB",
+            stage="plan", what="memory of the fullest device", value=used / 1e9, unit="GB",
             limit=job.machine.most_bytes(MAX_RISK) / 1e9, limit_source=f"runs out with a probability of {MAX_RISK:.0%}",
             known="modelled", note=f"of {has / 1e9:.1f} GB: runs out with a probability of {risk:.1%}",
         ),

@@ -61,6 +61,13 @@ def test_70b_on_8192_cores_fits():
     assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on what is ordered"
 
 
+@pytest.mark.parametrize("name", ["frontier-22b", "frontier-175b", "frontier-1t", "hlat-7b", "hlat-70b"])
+def test_what_the_papers_have_trained_fits_in_memory(name):
+    spec, plan = of(name)
+    found = rehearse(spec, plan, RECIPE, Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge"))
+    assert count(found, "memory of the fullest device").fits
+
+
 def test_what_does_not_fit_is_named(packed):
     spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
     tight = packed.storage.replace(quota_bytes=Fact(value=30e12, source="a smaller project"))

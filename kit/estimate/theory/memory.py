@@ -52,6 +52,8 @@ CONVENTIONS = {
     "frontier_14": Convention(name="Frontier paper, sum of its parts, 14 B", weights=6, gradients=4, optimizer=4),
     # ... while its text says 24; what the parts leave out is counted as optimizer here.
     "frontier_24": Convention(name="Frontier paper, as stated, 24 B", weights=6, gradients=4, optimizer=14),
+    # XLA_USE_BF16, as HLAT's 7B scripts set it, makes every fp32 tensor a bf16 one: weight, gradient, two moments.
+    "pure_bf16": Convention(name="pure bf16, 8 B", weights=2, gradients=2, optimizer=4),
     # DeepSpeed's BF16_Optimizer keeps each bf16 gradient beside its fp32 sum.
     "deepspeed_bf16": Convention(name="DeepSpeed BF16_Optimizer, 20 B", weights=2, gradients=6, optimizer=12),
 }
