@@ -5,7 +5,7 @@
     ranks/                    heartbeats: `cluster.heartbeats`
     control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one as well
     control/taken_stop        when the trainer of this attempt took its last request (also taken_checkpoint)
-    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_00000.log for all but the first and those that failed
+    logs/attempt_01/rank_00000.log, and in jobs of many ranks node_0.log for all but the first and those that failed
     history.jsonl             one line per change of state, append only
 
 Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and

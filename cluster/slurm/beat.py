@@ -80,7 +80,7 @@ class Switchboard:
                     self.ranks[node] = ranks
                 if not (event := message.get("event")):
                     self.heard[node] = self.clock
-                elif event == "left":  # its leader has ended, and all is well: it is not missed any more
+                elif event == "left":  # its leader has ended: it is not missed any more
                     self.heard.pop(node, None)
                 else:
                     self.reports.append(message)
@@ -145,7 +145,9 @@ class Line:
         with contextlib.suppress(OSError):
             while True:
                 line = self.ear.recv(LINE_BYTES)
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # of anyone on the node
+                with contextlib.suppress(
+                    ValueError, TypeError, LookupError, OverflowError, RecursionError
+                ):  # of anyone
                     rank = int(json.loads(line)["rank"])
                     if rank in self.ranks or len(self.ranks) < MOST_RANKS:
                         self.ranks[rank] = line

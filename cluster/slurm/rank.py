@@ -79,7 +79,7 @@ class Keeper:
                 self._warn_others()
                 process.wait()
         code = process.returncode
-        if self.line and self.is_leader and code == 0:
+        if self.line and self.is_leader:  # however it ended: who is missed is the node that does not end
             self.line.send(event="left")
         if code and not self._ordered():
             self._record(code)

@@ -11,12 +11,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.heartbeats import MANY, RankHeartbeat, keeper_of, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.heartbeats import (
+    COLLECT_EVERY_S,
+    MANY,
+    RankHeartbeat,
+    keeper_of,
+    read_rank_heartbeats,
+    tell,
+    write_all_heartbeats,
+)
+from cluster.slurm.beat import BEAT_EVERY_S
 
 GATHER_EVERY_S = 10.0
 LINE_BYTES = 320
-RELAYED_S = 12.0
-"""How old the newest word of a rank may be that answers, by way of its keeper and the supervisor, and some more."""
+RELAYED_S = 2 * BEAT_EVERY_S + COLLECT_EVERY_S
+"""How old the newest word of a rank may be that answers, by way of its keeper, of whose beats one may be lost."""
 
 
 class Signs:

@@ -73,7 +73,13 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     for rank in (8, 9):
         tell(tmp_path, RankHeartbeat(rank=rank, attempt=2, step=7, time=time.time(), step_time_s=1.5, host="node2"))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as neighbour:
-        for text in (b"[[" * 900, b'{"rank": "9e99"}', b'{"rank": null}', b'{"rank": 3, "host": "' + b"x" * 3000):
+        for text in (
+            b"[[" * 900,
+            b'{"rank": "9e99"}',
+            b'{"rank": 1e999}',
+            b'{"rank": null}',
+            b'{"rank": 3, "host": "' + b"x" * 3000,
+        ):
             neighbour.sendto(text, f"\0{leader.place}")
     assert not list(tmp_path.iterdir()), "no file of a rank"
     leader.receive()
@@ -211,3 +217,19 @@ def test_words_of_a_rank_are_taken_out_of_the_log_of_its_node_alone(tmp_path):
     keep_words(tmp_path, 2, 9, 9, 8)
     keep_words(tmp_path, 3, 9, 9, 8)
     assert sorted(file.name for file in (tmp_path / "logs").rglob("*rank*")) == [old.name, "rank_00009.log"]
+
+
+def test_a_node_whose_ranks_have_failed_is_not_missed(board, tmp_path):
+    """Else it falls silent while srun waits for another node that does not end, and takes the blame."""
+    environment = {**os.environ, "KIT_RUN_DIR": str(tmp_path), "SLURM_LOCALID": "0"}
+    words = [sys.executable, "-m", "cluster.slurm.rank", "sh", "-c", "exit 3"]
+    assert subprocess.run(words, env=environment, timeout=30).returncode == 3
+    assert eventually(lambda: board.reports, 5) and board.reports[0]["code"] == 3
+    assert not board.heard
+
+
+def test_a_slower_rhythm_of_beats_makes_no_rank_silent():
+    words = "from kit.trainer.signs import RELAYED_S; print(RELAYED_S)"
+    environment = {**os.environ, "KIT_BEAT_EVERY_S": "30"}
+    done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) >= 60, "a word is a beat old when it is sent, and a beat may be lost"
