@@ -96,11 +96,7 @@ def check_start(job: JobSpec, site: Site) -> None:
 
 def import_storm(job: JobSpec, site: Site) -> str | None:
     """Returns what to do about ranks that would all read their Python environment from the shared file system."""
-    slurm = slurm_table(site)
-    options = (*slurm.srun_options, *slurm.sbatch_options)
-    if slurm.broadcast is not None and slurm.broadcast.archive is not None:
-        return None
-    if Path(job.argv[0]).name in CONTAINERS or any(option.startswith(("--container", "--image")) for option in options):
+    if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:
         return None
     prefix, tar = Path(sys.executable).parents[1], "environment.tar"
     pack = ("conda-pack --format tar -p %s -o %s" if (prefix / "conda-meta").is_dir() else "tar -C %s -cf %s .") % (
@@ -111,6 +107,13 @@ def import_storm(job: JobSpec, site: Site) -> str | None:
         f"33,000 file calls each. Pack them once, `{pack}`, and give the file as archive, and a folder on each node's "
         f"own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container."
     )
+
+
+def reads_shared_disk(slurm: Slurm) -> bool:
+    """Returns whether the ranks of a site share one Python environment: not packed for each node, not in containers."""
+    packed = slurm.broadcast is not None and slurm.broadcast.archive is not None
+    options = (*slurm.srun_options, *slurm.sbatch_options)
+    return not packed and not any(option.startswith(("--container", "--image")) for option in options)
 
 
 def to_fill_in(site: Site) -> list[str]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from cluster.heartbeats import COLLECT_EVERY_S
-from cluster.render import STORM_NODES
+from cluster.render import STORM_NODES, reads_shared_disk
 from cluster.slurm.beat import BEAT_EVERY_S
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.rehearsal.count import Count
@@ -77,11 +77,11 @@ def ranks(job: Job) -> list[Count]:
 
 def start(job: Job) -> list[Count]:
     """Files that all ranks read at once, before the first of them computes."""
-    broadcast = job.site.slurm.broadcast if job.site.slurm else None
+    slurm = job.site.slurm if job.site.scheduler == "slurm" else None
     readers, how = job.num_nodes, "every rank reads Python from the shared file system; packed, one file a job would be"
     limit, why = STORM_NODES, "above, `kit launch` refuses: pack the environment, [slurm.broadcast] in the site file"
-    if broadcast is not None and broadcast.archive is not None:
-        readers, how = 0, f"unpacked on each node's own disk: {broadcast.archive}"
+    if slurm is None or not reads_shared_disk(slurm):
+        readers, how = 0, "packed for each node, or in a container"
     calls = readers * job.site.devices_per_node * IMPORT_CALLS / 1e6
     return [
         Count(stage="start", what="nodes that read Python from the shared disk", value=readers, limit=limit,
@@ -92,7 +92,9 @@ def start(job: Job) -> list[Count]:
 
 
 def signs_of_life(job: Job) -> list[Count]:
-    """What tells, second by second, that the job lives."""
+    """What tells, second by second, that a job under Slurm lives."""
+    if job.site.scheduler != "slurm":
+        return []
     every = f"of any size: one file for all ranks every {COLLECT_EVERY_S:g} s"
     return [
         Count(stage="signs of life", what="datagrams", value=job.num_nodes / BEAT_EVERY_S, unit="per s",

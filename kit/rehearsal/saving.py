@@ -24,8 +24,10 @@ START_S = 120.0
 def checkpoints(job: Job) -> list[Count]:
     """Size, number and time of checkpoints."""
     storage, recipe, size = job.site.storage, job.recipe, job.checkpoint_bytes
-    kept = recipe.keep_last + 1 + (recipe.num_steps // recipe.keep_every if recipe.keep_every else 0)
-    files = f"{kept} of {size / 1e12:.3g} TB in {job.plan.num_devices:,} files, one of them being written"
+    every = recipe.checkpoint_every or recipe.num_steps
+    for_good = recipe.num_steps // math.lcm(every, recipe.keep_every) if recipe.keep_every else 0
+    kept = min(math.ceil(recipe.num_steps / every), recipe.keep_last + 1 + for_good)
+    files = f"{kept} of {size / 1e12:.3g} TB in {job.plan.num_devices:,} files, the newest being written"
     count = functools.partial(Count, stage="checkpoint")
     between = functools.partial(
         count, unit="s", limit=job.between_checkpoints_s, limit_source="the time between two", is_limited=True

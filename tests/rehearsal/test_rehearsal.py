@@ -80,6 +80,18 @@ def test_what_does_not_fit_is_named(packed):
     assert count(often, "time that counts, then").value < 0.7
 
 
+def test_counts_are_those_of_what_the_job_does(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
+    assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"
+    rare = rehearse(spec, plan, RECIPE.replace(checkpoint_every=300, keep_every=1000), packed)
+    assert count(rare, "kept").value == pytest.approx((3 + 33) * 12.1, rel=0.01), "steps that are saved and kept"
+    site = Site.load("frontier")
+    assert site.slurm
+    contained = site.replace(slurm=site.slurm.replace(srun_options=("--container=/images/torch",)))
+    assert rehearse(spec, plan, RECIPE, contained).fits, "`kit launch` refuses no container"
+
+
 def test_a_plan_that_cannot_run_is_refused(packed):
     spec, plan = of("frontier-1t")
     with pytest.raises(ConfigError, match="tensor_parallel"):
