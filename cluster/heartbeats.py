@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.record import Record, field_doc, write_atomic
-from cluster.state import parsed
+from cluster.state import parsed, read_record
 
 MANY = 64
 """Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its log."""
@@ -65,24 +65,11 @@ def write_all_heartbeats(run_dir: Path, lines: Iterable[bytes]) -> None:
 
 def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
     """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is absent."""
-    folder = run_dir / "ranks"
-    try:
+    folder, beats = run_dir / "ranks", list[RankHeartbeat]()
+    with contextlib.suppress(OSError):
         lines = (folder / "all.jsonl").read_bytes().splitlines()
-    except OSError:
-        lines = []
-    beats = _of_attempt(attempt, lines)
+        beats = [beat for line in lines if (beat := parsed(RankHeartbeat, line)) and beat.attempt == attempt]
     if not beats:  # each has its own
-        beats = _of_attempt(attempt, (_content(file) for file in folder.glob("rank_*.json")))
+        own = (read_record(RankHeartbeat, file) for file in folder.glob("rank_*.json"))
+        beats = [beat for beat in own if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)
-
-
-def _of_attempt(attempt: int, texts: Iterable[bytes]) -> list[RankHeartbeat]:
-    found = (parsed(RankHeartbeat, text) for text in texts)
-    return [beat for beat in found if beat and beat.attempt == attempt]
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError:
-        return b""

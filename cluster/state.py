@@ -137,12 +137,12 @@ class TakenRequest(Record):
 
 def read_state(run_dir: Path) -> RunState | None:
     """Returns what state.json says, or None when it is missing or damaged."""
-    return _read(RunState, run_dir / "state.json")
+    return read_record(RunState, run_dir / "state.json")
 
 
 def read_exit(run_dir: Path) -> ExitReport | None:
     """Returns what exit.json says, of whichever attempt ended last, or None."""
-    return _read(ExitReport, run_dir / "exit.json")
+    return read_record(ExitReport, run_dir / "exit.json")
 
 
 def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any) -> RunState:
@@ -265,7 +265,7 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
     """Returns when the trainer of this attempt last took such a request, or None."""
-    return _read(TakenRequest, run_dir / "control" / f"taken_{request}")
+    return read_record(TakenRequest, run_dir / "control" / f"taken_{request}")
 
 
 @contextlib.contextmanager
@@ -299,7 +299,8 @@ def refuse_stale(run_dir: Path, attempt: int) -> None:
         )
 
 
-def _read(record: type[RecordType], file: Path) -> RecordType | None:
+def read_record(record: type[RecordType], file: Path) -> RecordType | None:
+    """Returns the record that a file holds, as `parsed`, or None."""
     try:
         return parsed(record, file.read_bytes())
     except OSError:

@@ -110,9 +110,9 @@ class Keeper:
             return True
         if self.line is None:
             return self.warned_at is not None
-        unheard = self.warned_at is not None and self.line.answered_before(self.warned_at)
-        if unheard and self.warned_at is not None and time.monotonic() - self.warned_at > ANSWER_WAIT_S:
-            return True
+        if self.warned_at is not None and self.line.answered_before(self.warned_at):
+            if time.monotonic() - self.warned_at > ANSWER_WAIT_S:
+                return True
         if not self.is_leader or (self.line.alone_s < ALONE_AFTER_S and not self._must_stand_in()):
             return False
         print(f"{self.line.node}: no word from the supervisor for {self.line.alone_s:.0f} s; ending.", file=sys.stderr)

@@ -21,10 +21,6 @@ from kit.spec import ModelSpec
 
 __all__ = ["Count", "Rehearsal", "rehearse"]
 STAGES = (plan_stage, ranks, start, signs_of_life, checkpoints, data, scores, failures)
-NEVER_RUN = (
-    "{devices:,} devices at once (what has: 8 ranks that train, 512 light ones under Slurm, 128 in a process group)",
-    "the file system of {site}: its rates are those of its site file",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +50,11 @@ class Rehearsal:
     @property
     def never_run(self) -> list[str]:
         """What no rehearsal can show."""
-        return [text.format(devices=self.plan.num_devices, site=self.site.name) for text in NEVER_RUN]
+        return [
+            f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512 light ones under Slurm, 128 "
+            "in a process group)",
+            f"the file system of {self.site.name}: its rates are those of its site file",
+        ]
 
     header = ("stage", "what", "is", "limit", "fits", "known how", "")
 

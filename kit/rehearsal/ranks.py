@@ -40,12 +40,11 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
             rank = (first_of[kind] * plan.data_parallel + data) * plan.tensor_parallel + tensor
             views.append(view_rank(spec, plan, rank))
         num_params += count * sum(torch.Size(parameter.whole_shape).numel() for parameter in views[-1].parameters)
-    if spec.tied_embeddings and plan.pipeline_parallel > 1:
-        num_params -= spec.vocab_size * spec.hidden_size  # the last stage has a copy
     axes = {"pipeline": plan.pipeline_parallel, "data": plan.data_parallel, "tensor": plan.tensor_parallel}
     groups = {"world": plan.num_devices} | {name: size for name, size in axes.items() if size > 1}
     if spec.tied_embeddings and plan.pipeline_parallel > 1:
         groups["tied embeddings"] = 2
+        num_params -= spec.vocab_size * spec.hidden_size  # the last stage has a copy
     most = max(view.num_params for view in views)
     return Cut(num_kinds=len(views), most_params=most, groups=groups, num_params=num_params)
 
