@@ -40,14 +40,16 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     folder = Path(folder)
     refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
-    tensors = CheckpointTensors(run.checkpoints, run.checkpoints.describe(step), run.spec)
+    described = run.checkpoints.describe(step)
+    tensors = CheckpointTensors(run.checkpoints, described, run.spec)
+    updates = step - described[0].skipped  # by which AdamW corrects the bias of its moments
     with whole_folder(folder) as part:
         tag = part / f"global_step{step}"
         for name, shape in parameter_shapes(run.spec).items():
             state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values()}
             tensors.fill_all(state)
-            _write_weight(tag / "zero" / name, name, state, step)
-        _write_common(tag, run.recipe, step)
+            _write_weight(tag / "zero" / name, name, state, updates)
+        _write_common(tag, run.recipe, step, updates)
         (part / "latest_universal").write_text(tag.name)
     return folder
 
@@ -79,14 +81,14 @@ def import_universal(folder: str | Path, spec: ModelSpec) -> Weights:
     return Weights.read_by(spec, read, Path(folder))
 
 
-def _write_weight(folder: Path, name: str, state: dict[str, Tensor], step: int) -> None:
+def _write_weight(folder: Path, name: str, state: dict[str, Tensor], updates: int) -> None:
     folder.mkdir(parents=True)
     for theirs, ours in KINDS.items():
         torch.save({"param": state[f"{ours}.{name}"], "cat_dim": split_dim(name) or 0}, folder / f"{theirs}.pt")
-    torch.save(torch.tensor(float(step)), folder / "step.pt")
+    torch.save(torch.tensor(float(updates)), folder / "step.pt")
 
 
-def _write_common(tag: Path, recipe: Recipe, step: int) -> None:
+def _write_common(tag: Path, recipe: Recipe, step: int, updates: int) -> None:
     """Writes what is not a weight's own: once as ZeRO 1 and 2 read it, once as ZeRO 3 does."""
     group = {"lr": recipe.learning_rate_at(max(1, step)), "betas": (recipe.beta1, recipe.beta2), "eps": recipe.eps,
              "weight_decay": recipe.weight_decay, "params": [0]}  # fmt: skip
@@ -94,10 +96,10 @@ def _write_common(tag: Path, recipe: Recipe, step: int) -> None:
         "ds_version": VERSION,
         "clip_grad": recipe.gradient_clip or 0.0,
         "param_groups": [group],
-        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [group]},
+        "optimizer_state_dict": {"state": {0: {"step": torch.tensor(float(updates))}}, "param_groups": [group]},
     }
     torch.save(optimizer, tag / "zero" / "optimizer_state.pt")
     model = {"module": {}, "optimizer": None, "lr_scheduler": None, "dp_world_size": 1, "mp_world_size": 1,
-             "global_steps": step, "skipped_steps": 0, "ds_version": VERSION}  # fmt: skip
+             "global_steps": step, "skipped_steps": step - updates, "ds_version": VERSION}  # fmt: skip
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(model, tag / file)

@@ -14,16 +14,13 @@ import shutil
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 from kit.plan import Plan
 from kit.spec import ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.errors import CheckpointError
+from kit.errors import CheckpointError, ConfigError, DataError
 from kit.run.checkpoint import Checkpoints, Manifest
 
 
@@ -26,12 +26,15 @@ def describe_together(checkpoints: Checkpoints, step: int, group: Any = None) ->
 
 @contextlib.contextmanager
 def alike(group: Any = None) -> Iterator[None]:
-    """Raises a CheckpointError that one rank meets on all ranks, so that none waits for those that went on."""
+    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one as CheckpointError."""
     met: list[Any] = [None]
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
         met = [error]
+    except Exception as error:  # may not survive pickling
+        met = [CheckpointError(f"{type(error).__name__}: {error}")]
+        met[0].__cause__ = error
     first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
     if int(first) < dist.get_world_size():

@@ -70,8 +70,8 @@ class TensorsOnlyReader(FileSystemReader):
         found = io.BytesIO(file.read(sinfo.length))
         try:
             changed = zipfile.ZipFile(found).testzip()
-        except zipfile.BadZipFile as error:
-            changed = str(error)
+        except Exception as error:  # a flipped bit makes zipfile raise EOFError, zlib's error and others too
+            changed = str(error) or type(error).__name__
         if changed is not None:
             raise DamagedCheckpointError(
                 f"{file.name} is damaged: a tensor's checksum is not that of its bytes ({changed}). Restore the file, "

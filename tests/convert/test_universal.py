@@ -103,3 +103,12 @@ def test_what_cannot_be_written_or_read_is_told(trained, tmp_path, gpt_spec):
     folder = export_universal(trained, HALF, tmp_path / "new") / f"global_step{HALF}"
     with pytest.raises(DataError, match="does not exist. Give a folder global_stepN"):
         import_universal(folder, gpt_spec).decoder()
+
+
+def test_adamw_counts_the_updates_that_were_done(trained, tmp_path, monkeypatch):
+    manifest, description = trained.checkpoints.describe(HALF)
+    monkeypatch.setattr(type(trained.checkpoints), "describe", lambda *_: (manifest.replace(skipped=2), description))
+    folder = export_universal(trained, HALF, tmp_path / "out") / f"global_step{HALF}"
+    assert torch.load(folder / "zero" / "norm.weight" / "step.pt") == HALF - 2
+    common = torch.load(folder / "mp_rank_00_model_states.pt")
+    assert (common["global_steps"], common["skipped_steps"]) == (HALF, 2)

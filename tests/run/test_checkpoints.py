@@ -1,11 +1,14 @@
 """Checkpoints by several ranks: planned once, completed by themselves, and resumed with a few file calls a rank."""
 
+import contextlib
 import errno
 import gc
 import io
 import os
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from cluster.site import Site
-from kit.errors import CheckpointError, DamagedCheckpointError
+from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest, checksum
@@ -160,21 +163,27 @@ def test_file_calls_of_a_resume_do_not_grow_with_the_files(tmp_path: Path, spec:
     assert counts[1][0] - counts[0][0] == 2 * (3073 - 33), "rank 0 looks for each file and its size"
 
 
+class Strange(EOFError):
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
 def meet_an_error() -> list[str]:
-    """Returns what this rank is told of an error that rank 1 meets, and of one that rank 0 meets later."""
+    """Returns what this rank is told of errors that rank 1 meets, and of one that rank 0 meets between."""
     told = []
-    for rank, kind in ((1, DamagedCheckpointError), (0, CheckpointError)):
+    for rank, kind in ((1, DamagedCheckpointError), (0, CheckpointError), (1, OSError), (1, DataError), (1, Strange)):
         try:
             with alike():
                 if dist.get_rank() == rank:
                     raise kind(f"seen by rank {rank}")
-        except CheckpointError as error:
+        except (CheckpointError, DataError, OSError) as error:
             told.append(f"{type(error).__name__} {error}")
     return told
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    said = ["DamagedCheckpointError seen by rank 1", "CheckpointError seen by rank 0"]
+    said = ["DamagedCheckpointError seen by rank 1", "CheckpointError seen by rank 0", "OSError seen by rank 1"]
+    said += ["DataError seen by rank 1", "CheckpointError Strange: seen by rank 1"]
     assert run_ranks(3, meet_an_error) == [said] * 3
 
 
@@ -197,3 +206,14 @@ def test_a_file_that_cannot_be_read_now_is_not_called_damaged(tmp_path: Path, sp
     with pytest.raises(DamagedCheckpointError, match="__0_0.distcp is damaged: a tensor's checksum is not"):
         load(checkpoints, 3, state, spec)
     load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
+
+
+def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
+    whole, reader = io.BytesIO(), object.__new__(TensorsOnlyReader)
+    torch.save(torch.arange(8.0), whole)
+    for place in range(8 * len(whole.getvalue())):
+        content = bytearray(whole.getvalue())
+        content[place // 8] ^= 1 << place % 8
+        with tempfile.TemporaryFile() as file, contextlib.suppress(DamagedCheckpointError):
+            file.write(content)
+            reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
