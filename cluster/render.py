@@ -88,12 +88,6 @@ def check_submittable(site: Site) -> None:
         )
 
 
-def check_start(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError for so many nodes that their ranks, all at once, cannot read Python from a shared disk."""
-    if job.num_nodes > STORM_NODES and (storm := import_storm(job, site)):
-        raise ConfigError(f"job.num_nodes: {storm} Above {STORM_NODES} nodes nothing is sent without it.")
-
-
 def import_storm(job: JobSpec, site: Site) -> str | None:
     """Returns what to do about ranks that would all read their Python environment from the shared file system."""
     if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cluster.job import JobSpec
 from cluster.record import ConfigError
-from cluster.render import check_start
+from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
@@ -51,7 +51,8 @@ def check(job: JobSpec, site: Site) -> None:
                 f"job.{name}: {str(path)!r} lies on {kind}, the memory of this one machine, which other nodes cannot "
                 f"see. Use a directory on the shared file system."
             )
-    check_start(job, site)
+    if job.num_nodes > STORM_NODES and (storm := import_storm(job, site)):
+        raise ConfigError(f"job.num_nodes: {storm} Above {STORM_NODES} nodes nothing is sent without it.")
     job.check_command()
     if site.slurm is not None:
         _check_partition(job, site.slurm.partition)
