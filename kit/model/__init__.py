@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import math
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,16 @@ class Block(nn.Module):
         if self.recompute == "full":
             context = noop_context_fn
         return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, context_fn=context)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compiles the block as `torch.nn.Module.compile` does; one that is recomputed whole, inside its checkpoint.
+
+        Dynamo cannot trace a checkpoint without a policy, and with one the graph itself keeps what the policy says.
+        """
+        if self.recompute == "full":
+            self._forward = torch.compile(self._forward, *args, **options)
+        else:
+            super().compile(*args, **options)
 
     def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
         x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD, past=past)

@@ -1,0 +1,42 @@
+"""Compiled blocks must train as eager ones do, whatever is recomputed and however the model is cut."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+from tests.parity import RECIPE, TOLERANCE, differences, fit, make_plan, train
+from tests.workers import run_ranks
+
+LAYOUTS = {
+    "recompute full": {"recompute": "full"},
+    "TP2": {"tensor_parallel": 2},
+    "TP2 + SP, recompute full": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "DP2, ZeRO 3, recompute full": {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
+    plan = make_plan({**LAYOUTS[layout], "compile": True})
+    spec = fit(llama_spec, plan)
+    ranks = run_ranks(plan.num_devices, compiled, spec, plan)
+    found = differences([trained for trained, _ in ranks], native_run(spec))
+    assert max(found.values()) <= TOLERANCE, found
+    # One graph for training and one without gradients: no block, no step compiled its own.
+    assert [graphs for _, graphs in ranks] == [2] * len(ranks)
+
+
+def compiled(spec, plan):
+    """Returns what this rank says of the steps, and how many graphs were compiled.
+
+    The tracing and the graphs of both passes are those of a GPU; only no kernels are written, which would cost minutes
+    of C++.
+    """
+    from torch._dynamo.utils import counters
+
+    warnings.simplefilter("default")  # those that torch raises while it traces are no errors
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    trained = train(spec, plan, RECIPE)
+    return trained, counters["stats"]["unique_graphs"]
