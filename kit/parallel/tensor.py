@@ -58,7 +58,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         here = {name: style for name, style in styles.items() if _has(module, name)}
         parallelize_module(module, mesh, here)
     if decoder.embedding is not None:
-        # The local part of a DTensor is a view, whose gradient a compiled block hands back to DTensor as a plain tensor.
+        # The local part of a DTensor is a view; its gradient from a compiled block is none that DTensor takes.
         decoder.embedding.register_forward_hook(lambda _module, _inputs, x_BTH: x_BTH.clone())
     decoder.tie()
 
