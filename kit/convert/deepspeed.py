@@ -14,7 +14,7 @@ from torch import Tensor
 from kit.convert.formats import named
 from kit.convert.neuron import load_tensors
 from kit.convert.weights import Weights, parameter_shapes
-from kit.convert.whole_folder import refuse_occupied, whole_folder
+from kit.convert.whole_folder import whole_folder
 from kit.errors import DataError
 from kit.parallel.linear import split_dim
 from kit.recipe import Recipe
@@ -38,7 +38,6 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
         ConfigError: the folder holds something.
     """
     folder = Path(folder)
-    refuse_occupied(folder)
     step = run.checkpoints.newest() if step is None else step
     described = run.checkpoints.describe(step)
     tensors = CheckpointTensors(run.checkpoints, described, run.spec)

@@ -18,7 +18,7 @@ from kit.convert.hugging_face_config import Precision, config_of, spec_of
 from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
-from kit.convert.whole_folder import refuse_occupied, whole_folder
+from kit.convert.whole_folder import whole_folder
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
 from kit.errors import DataError, MissingPackageError
 from kit.model import Decoder
@@ -57,7 +57,6 @@ def export_hugging_face(
     """
     folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
     config = config_of(weights.spec, precision=precision) | _token_ids(tokenizer)
-    refuse_occupied(folder)
     with whole_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _add_tokenizer(part, tokenizer, weights.spec)

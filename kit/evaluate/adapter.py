@@ -162,10 +162,8 @@ class DecoderLM(TemplateLM):
         place, token, index = torch.tensor(asked, device=self._device).T
         place_N, which = place.unique(return_inverse=True)
         x_NH = self._decoder.hidden(tokens_BT, past).flatten(0, 1)[place_N]
-        if (
-            self._stage is not None and not self._stage.is_last
-        ):  # which goes on with the next batch, while stages behind it work at this one
-            return
+        if self._stage is not None and not self._stage.is_last:
+            return  # to go on with the next batch, while stages behind it work at this one
         output: Any = (self._stage.part if self._stage else self._decoder).output
         chunk = max(1, LOGITS // self._decoder.spec.vocab_size)
         for start in range(0, len(place_N), chunk):

@@ -106,10 +106,7 @@ class Checkpoints:
             found = file.stat().st_size if file.exists() else None
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes"
-                raise DamagedCheckpointError(
-                    f"{file} {state}, but its manifest says {expected:,} bytes. Restore the file, or move {path} away "
-                    f"to continue from an earlier checkpoint."
-                )
+                raise _damaged(f"{file} {state}, but its manifest says {expected:,} bytes", path)
         return manifest
 
     def verify(self, manifest: Manifest, names: Iterable[str]) -> None:
@@ -117,10 +114,7 @@ class Checkpoints:
         path = self.path(manifest.step)
         for name in names:
             if name in manifest.checksums and checksum(path / name) != manifest.checksums[name]:
-                raise DamagedCheckpointError(
-                    f"{path / name} is damaged: its checksum is not that of its manifest. Restore the file, or move "
-                    f"{path} away to continue from an earlier checkpoint."
-                )
+                raise _damaged(f"{path / name} is damaged: its checksum is not that of its manifest", path)
 
     def set_aside(self, step: int, attempt: int) -> Path:
         """Renames a damaged checkpoint, so that it does not count but can be looked at; returns where it is now."""
@@ -196,6 +190,11 @@ class Checkpoints:
                 f"{self.directory}: no space left for a checkpoint: {needed / 1e6:,.1f} MB needed, "
                 f"{free / 1e6:,.1f} MB free. Free space, or use another run directory."
             )
+
+
+def _damaged(what: str, path: Path) -> DamagedCheckpointError:
+    advice = f"Restore the file, or move {path} away to continue from an earlier checkpoint."
+    return DamagedCheckpointError(f"{what}. {advice}")
 
 
 def checksum(file: Path) -> int:

@@ -36,7 +36,6 @@ class CheckpointWriter:
     def __init__(self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None) -> None:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
-        self.is_coordinator = dist.get_rank() == 0
         self.group: Any = None
         self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
@@ -51,7 +50,7 @@ class CheckpointWriter:
         """
         self.finish()
         self.group = self.group or cpu_group("checkpoint")
-        if self.is_coordinator:
+        if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
