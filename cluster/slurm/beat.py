@@ -145,9 +145,7 @@ class Line:
         with contextlib.suppress(OSError):
             while True:
                 line = self.ear.recv(LINE_BYTES)
-                with contextlib.suppress(
-                    ValueError, TypeError, LookupError, OverflowError, RecursionError
-                ):  # of anyone
+                with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):  # of anyone
                     rank = int(json.loads(line)["rank"])
                     if rank in self.ranks or len(self.ranks) < MOST_RANKS:
                         self.ranks[rank] = line
