@@ -1,5 +1,8 @@
+import importlib.metadata
+
 import pytest
 
+from kit.engines import check_engine
 from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -87,3 +90,15 @@ def test_json_round_trip():
     plan = Plan(tensor_parallel=2, sequence_parallel=True, global_batch_size=8)
     assert Plan.from_json(plan.to_json()) == plan
     assert "tensor parallel" in plan._repr_html_()
+
+
+def test_zbv_is_refused_on_a_torch_that_cannot_run_it(monkeypatch):
+    plan = Plan(
+        pipeline_parallel=2, schedule="zbv", virtual_stages=2, data_parallel=1, micro_batch_size=1, global_batch_size=4
+    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.12.1+cpu")
+    with pytest.raises(ConfigError, match="zbv.*torch 2.12.1"):
+        check_engine(plan)
+    check_engine(plan.replace(schedule="interleaved"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.13.0+cpu")
+    check_engine(plan)

@@ -1,7 +1,9 @@
 """Engines: what runs one optimizer step of a Plan. Each has the interface of `Engine`."""
 
+import importlib.metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -72,6 +74,7 @@ def build_engine(
         MissingPackageError: the engine's package is not installed.
     """
     if plan.engine == "native":
+        check_engine(plan)
         from kit.engines.native import NativeEngine
 
         return NativeEngine(spec, plan, recipe, device, initialise=initialise)
@@ -88,7 +91,17 @@ def build_engine(
 
 
 def check_engine(plan: Plan) -> None:
-    """Raises MissingPackageError if the plan's engine cannot be started with what is installed."""
+    """Raises MissingPackageError if the plan's engine cannot be started with what is installed.
+
+    ConfigError if the installed torch has not what the plan asks of it.
+    """
+    if plan.engine == "native" and plan.pipeline_parallel > 1 and plan.schedule == "zbv":
+        torch_version = importlib.metadata.version("torch")
+        if tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
+            raise ConfigError(
+                f"plan.schedule: 'zbv' does not run on torch {torch_version}. Use "
+                f"schedule '1f1b', 'interleaved' or 'zero_bubble', or torch 2.13 or later."
+            )
     if plan.engine == "neuron":
         from kit.engines.neuron.probe import require
 

@@ -51,7 +51,7 @@ class NativeEngine:
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""
-        inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
+        inputs, targets = self._shifted(samples)
         self.optimizer.zero_grad()
         loss = self._forward_backward(inputs, targets)
         settle(self.parameters())
@@ -75,7 +75,7 @@ class NativeEngine:
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
-        inputs, targets = samples[:, :-1].to(self.device), samples[:, 1:].to(self.device)
+        inputs, targets = self._shifted(samples)
         loss = torch.zeros((), device=self.device)
         with self._loss_context():
             for x_BT, y_BT in zip(*self._micro_batches(inputs, targets), strict=True):
@@ -162,6 +162,10 @@ class NativeEngine:
             device=self.device,
             loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
         )
+
+    def _shifted(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built with.
+        return samples[:, :-1].contiguous().to(self.device), samples[:, 1:].contiguous().to(self.device)
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size = self.plan.micro_batch_size
