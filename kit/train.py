@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -92,12 +92,16 @@ def _record_attempt(run: Run, attempt: int) -> None:
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
     except FileNotFoundError:  # a container without git
         commit = None
+    try:
+        kit_version = version("pretraining-notebook-kit")
+    except PackageNotFoundError:  # a plain checkout on PYTHONPATH: the commit tells
+        kit_version = None
     facts = {
         "attempt": attempt,
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "kit": version("pretraining-notebook-kit"),
+        "kit": kit_version,
         "git": commit,
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }

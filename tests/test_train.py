@@ -1,5 +1,6 @@
 """Real jobs of real processes: what was promised about killed, stopped and moved runs."""
 
+import importlib.metadata
 import itertools
 import json
 import os
@@ -254,12 +255,13 @@ def test_two_launches_of_one_directory(spec, recipe, tmp_path):
     assert run.job.wait(timeout_s=30).state is JobState.FAILED
 
 
-def test_attempt_is_recorded_where_there_is_no_git(spec, recipe, tmp_path, monkeypatch):
+def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_path, monkeypatch):
     run = Run.create(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
     _record_attempt(run, 3)
     facts = json.loads((run.directory / "env.json").read_text())
-    assert facts["git"] is None and facts["attempt"] == 3 and 3 in run.plans()
+    assert facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
 
 
 def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):
