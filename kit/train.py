@@ -37,12 +37,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = Run.open(directory)
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-        device = start_process_group(run.plan.engine)
+        device = start_process_group(run.plan.engine, run.site)
         if run.plan.engine == "neuron" and is_compile_phase():
             print(record_graphs(run, device), flush=True)
             return 0
         if dist.get_rank() == 0:
-            _record_attempt(run, attempt)
+            _record_attempt(run, attempt, device)
         if run.plan.engine != "neuron":  # there, every size of a matrix product would be compiled first
             _check_nodes(run, device)
         trainer = Trainer(run, attempt=attempt, device=device)
@@ -81,7 +81,7 @@ def _check_nodes(run: Run, device: torch.device) -> None:
         record_nodes(report, run.directory, run.site)
 
 
-def _record_attempt(run: Run, attempt: int) -> None:
+def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
     """Writes plan and site of this attempt, and env.json: versions, host, git commit."""
     import json
 
@@ -103,7 +103,7 @@ def _record_attempt(run: Run, attempt: int) -> None:
         "torch": torch.__version__,
         "kit": kit_version,
         "git": commit,
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
     write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
 

@@ -259,7 +259,7 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
     run = Run.create(tmp_path / "run", spec=spec, plan=DP2, recipe=recipe, site=kit.Site.load("laptop"))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
-    _record_attempt(run, 3)
+    _record_attempt(run, 3, torch.device("cpu"))
     facts = json.loads((run.directory / "env.json").read_text())
     assert facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
 

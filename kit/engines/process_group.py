@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cluster.record import ConfigError
+from cluster.site import Site
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 from kit.plan import EngineName
 
@@ -17,8 +19,16 @@ JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
 """Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM PR 1006)."""
 
 
-def start_process_group(engine: EngineName = "native") -> torch.device:
-    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on."""
+GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
+"""One of them is in the name of a site's device if that is a GPU."""
+
+
+def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
+    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on.
+
+    Raises:
+        ConfigError: the site's device is a GPU, and this rank cannot have one.
+    """
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, value)
     _prepare_for_connections()
@@ -27,7 +37,7 @@ def start_process_group(engine: EngineName = "native") -> torch.device:
         from kit.engines.neuron.adapter import start_process_group as start_xla
 
         return start_xla()
-    if torch.cuda.is_available():
+    if _has_gpu(site):
         # A launcher that shows each rank one device only has a single index 0.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -38,6 +48,23 @@ def start_process_group(engine: EngineName = "native") -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
     connect(dist.group.WORLD, "world", timeout)
     return device
+
+
+def _has_gpu(site: Site | None) -> bool:
+    """Whether this rank computes on a GPU; on a machine of fewer GPUs than ranks none does, since NCCL refuses that."""
+    # The count alone may come from the driver's own library, though the driver is too old for torch.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Elsewhere a scheduler may show each rank its own device only.
+    too_few = site is not None and site.scheduler == "local" and ranks > gpus
+    if site is not None and (too_few or not gpus) and any(name in site.device.name for name in GPU_NAMES):
+        raise ConfigError(
+            f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus} here for {ranks} "
+            f"ranks. Check the driver and torch's wheel (`kit doctor`), start fewer ranks, or use site 'laptop'."
+        )
+    if gpus and too_few and os.environ["RANK"] == "0":
+        print(f"WARNING: {ranks} ranks but {gpus} GPU(s) here: all ranks compute on the CPU, over gloo", flush=True)
+    return gpus > 0 and not too_few
 
 
 def control_group() -> Any:
