@@ -20,6 +20,16 @@ SLOW_IMPORT_S = 20.0
 """A thousand ranks that read an environment from one shared file system take far longer than one does."""
 
 
+GPU_PROBE = """
+import torch
+if torch.cuda.is_available():
+    name = "RCCL" if torch.version.hip else "NCCL"
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {name} {version}")
+"""
+"""What torch sees; for a process of its own, as a broken driver can end it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing that was looked at."""
@@ -46,6 +56,8 @@ def examine(*, deep: bool = False) -> list[Finding]:
         Finding(subject=f"free space in {Path().absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
                 advice="" if free > 2**31 else "checkpoints and data need more"),
         _import_time(),
+        _gpu(),
+        _compiler(),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
         _deepspeed(deep),
         _neuron(),
@@ -68,6 +80,24 @@ def _import_time() -> Finding:
     )
     return Finding(subject="torch", found=f"{done.stdout.strip()}, imported in {seconds:.1f} s",
                    ok=seconds < SLOW_IMPORT_S, advice=advice)  # fmt: skip
+
+
+def _gpu() -> Finding:
+    seen = subprocess.run([sys.executable, "-c", GPU_PROBE], capture_output=True, text=True).stdout.strip()
+    smi = shutil.which("nvidia-smi")
+    query = [smi or "", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.split() if smi else []
+    told = f", driver {driver[0]}" if driver else ""
+    if seen:
+        return Finding(subject="GPU", found=seen + told, ok=True)
+    return Finding(subject="GPU", found=f"torch sees none{told}", ok=False if driver else None,
+                   advice="a newer driver, or torch's wheel for this one" if driver else "")  # fmt: skip
+
+
+def _compiler() -> Finding:
+    path = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return Finding(subject="C++ compiler", found=path or "not found", ok=True if path else None,
+                   advice="" if path else "only plan.compile needs it")  # fmt: skip
 
 
 def _package(name: str, extra: str) -> Finding:

@@ -1,10 +1,13 @@
 """On which device a rank computes, by what torch sees and what the site says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from kit import doctor
 from kit.engines.process_group import _has_gpu
 
 LAPTOP, CLUSTER = Site.load("laptop"), Site.load("perlmutter")
@@ -21,6 +24,14 @@ def machine(monkeypatch):
         monkeypatch.setenv("RANK", "0")
 
     return become
+
+
+def test_doctor_tells_what_torch_sees(machine, monkeypatch, capsys):
+    machine(2, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 3)))
+    exec(doctor.GPU_PROBE, {})
+    assert capsys.readouterr().out.strip() == "2 x NVIDIA H100, NCCL 2.27.3"
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "has"), [(0, 4, False), (1, 1, True), (4, 4, True), (1, 2, False)])
