@@ -19,7 +19,7 @@ import torch.distributed as dist
 from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, update_state
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
-from kit.engines.process_group import start_process_group
+from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.estimate.choose.memory_advice import is_out_of_memory, memory_advice
 from kit.run import Run
@@ -109,4 +109,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if "torch_xla" in sys.modules:  # NxD finishes its checkpoints when Python ends
+        sys.exit(code)
+    leave(code)

@@ -30,8 +30,8 @@ def rehearse(
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
     site: Annotated[str | None, typer.Option(help="a name or a .toml file; default: the run's")] = None,
-    hours_between_failures: Annotated[
-        float | None, typer.Option(help="mean of the whole job; default: as published for other machines", min=0.01)
+    mtbf_hours: Annotated[
+        float | None, typer.Option(help="mean time between failures of the job; default: published", min=0.01)
     ] = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
@@ -58,7 +58,7 @@ def rehearse(
     fields = {"data": EDIT, **fields, **{name: value for name, value in given.items() if value is not None}}
     found = play(
         spec, on_devices(layout, place, devices, nodes), Recipe.from_dict(fields), place,
-        hours_between_failures=hours_between_failures,
+        hours_between_failures=mtbf_hours,
     )  # fmt: skip
     table = Table(*found.header, title=found.title, rows=found.rows)
     never = (Text(f"Never run: {text}.", style="dim") for text in found.never_run)

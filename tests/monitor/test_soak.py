@@ -57,8 +57,10 @@ class Day:
             for _ in range(TICK_STEPS):
                 self.step += 1
                 stream.write(self.line() + "\n")
-        with log_path(self.run.directory, self.attempt, 0).open("a") as log:
-            log.writelines(f"step {self.step - i}: all is well\n" for i in range(TICK_STEPS))
+        log = log_path(self.run.directory, self.attempt, 0)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as stream:
+            stream.writelines(f"step {self.step - i}: all is well\n" for i in range(TICK_STEPS))
         self.clock.elapsed += TICK_STEPS * STEP_S
 
     def line(self) -> str:

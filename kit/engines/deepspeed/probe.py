@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from kit.engines import build_engine
+from kit.engines.process_group import leave
 from kit.errors import MissingPackageError
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -33,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
