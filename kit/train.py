@@ -22,6 +22,7 @@ from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.estimate.choose.memory_advice import is_out_of_memory, memory_advice
+from kit.parallel.groups import part
 from kit.run import Run
 from kit.trainer.loop import Trainer
 
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
             update_state(run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step)
             print(reason, flush=True)
-        dist.barrier(trainer.control)
+        part(trainer.control)
         if run.plan.engine != "neuron":  # NxD finishes its checkpoints, with the group, when Python ends
             dist.destroy_process_group()
         return 0

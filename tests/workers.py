@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from kit.engines.process_group import start_process_group
+from kit.parallel.groups import part
 
 
 def start_gloo() -> None:
@@ -63,7 +64,7 @@ def _worker(
     try:
         group = start()
         queue.put((rank, function(*args), None))
-        dist.barrier(group)
+        part(group)
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

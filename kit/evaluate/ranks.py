@@ -18,6 +18,7 @@ from kit.convert.weights import Weights
 from kit.engines.process_group import start_process_group
 from kit.model import Decoder, Past
 from kit.parallel.apply import build_decoders
+from kit.parallel.groups import part
 from kit.parallel.mesh import build_mesh, data_axis
 from kit.plan import Plan
 from kit.run import Run
@@ -64,7 +65,7 @@ def opened(run: Run, step: int, plan: Plan) -> Iterator[Share]:
     inside = dist.is_initialized()
     device = torch.device("cpu") if inside else start_process_group()
     yield load_on_ranks(run_weights(run, described=describe_together(run.checkpoints, step)), plan, device)
-    dist.barrier()
+    part()
     if not inside:
         dist.destroy_process_group()
 

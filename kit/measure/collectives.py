@@ -18,6 +18,7 @@ from torch import Tensor
 from cluster.record import write_atomic
 from kit.engines.process_group import start_process_group
 from kit.measure.timing import timed
+from kit.parallel.groups import part
 
 SIZES = (2**10, 2**20, 2**24)
 """Bytes of a message: the first gives the latency, the last the bandwidth."""
@@ -82,7 +83,7 @@ def main() -> int:
     rows = measure(start_process_group())
     if int(os.environ["RANK"]) == 0:
         write_atomic(options.out, json.dumps(rows, indent=1) + "\n")
-    dist.barrier()
+    part()
     dist.destroy_process_group()
     return 0
 

@@ -60,6 +60,16 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
         ) from error
 
 
+def part(group: Any = None) -> None:
+    """Waits for all ranks of a group before this one ends.
+
+    A rank that has ended already has waited for this one too, so the connection that it has closed is no error; of one
+    that died its own supervisor tells.
+    """
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(group)
+
+
 @contextlib.contextmanager
 def unbound_device() -> Iterator[None]:
     """Lets a library make groups in loops: without a bound device, NCCL connects their members at first use, alone."""
