@@ -1,7 +1,8 @@
 """One polite question to a scheduler for all jobs that this process looks at.
 
-However many runs a notebook shows and however often, the scheduler is asked at most once in `interval_s`, for all of
-them together, in the background; in between everyone gets the last answer. Standard library only.
+However many runs a notebook shows and however often, a scheduler is asked at most once in `interval_s`, for all of
+them together, in the background; in between everyone gets the last answer. One that does not answer keeps nobody
+waiting for another. Standard library only.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Poller:
         self._ask = ask
         self._jobs: dict[tuple, tuple[SchedulerJob, float]] = {}
         self._looks: dict[tuple, Look] = {}
-        self._asking: threading.Thread | None = None
+        self._asking: dict[tuple, threading.Thread] = {}
         self._lock = threading.Lock()
 
     def look(self, job: SchedulerJob) -> Look:
@@ -51,10 +52,11 @@ class Poller:
             ended = last is not None and last.state is not None and last.state.is_final
             if last and (age_s < self.interval_s or (ended and age_s < 10 * self.interval_s)):
                 return last
-            if self._asking is None or not self._asking.is_alive():
-                self._asking = threading.Thread(target=self._refresh, name="scheduler-poll", daemon=True)
-                self._asking.start()
-            asking = self._asking
+            asking = self._asking.get(key[:2])
+            if asking is None or not asking.is_alive():
+                asking = threading.Thread(target=self._refresh, args=key[:2], name="scheduler-poll", daemon=True)
+                self._asking[key[:2]] = asking
+                asking.start()
         if last and age_s < 3 * self.interval_s:
             return last
         asking.join(ANSWER_WAIT_S)
@@ -65,22 +67,21 @@ class Poller:
         with self._lock:
             self._looks.pop(_key(job), None)
 
-    def _refresh(self) -> None:
+    def _refresh(self, scheduler: str, config: str | None) -> None:
+        """Asks one scheduler about all its jobs of interest."""
         now = time.time()
         with self._lock:
             self._jobs = {key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S}
-            jobs = [job for job, _ in self._jobs.values()]
-        for scheduler, config in sorted({(job.scheduler, job.config) for job in jobs}, key=str):
-            asked, asked_at = [job for job in jobs if (job.scheduler, job.config) == (scheduler, config)], time.time()
-            try:
-                answers = self._ask(asked) if self._ask else backend(scheduler).look(asked)
-            except Exception as error:  # whatever went wrong, the run directory still tells most of it
-                answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in asked}
-            with self._lock:
-                # What is said was true when it was asked; by now the job may have started.
-                for job in asked:
-                    if answer := answers.get(job.id):
-                        self._looks[_key(job)] = answer.replace(time=min(answer.time, asked_at))
+            jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
+        try:
+            answers = self._ask(jobs) if self._ask else backend(scheduler).look(jobs)
+        except Exception as error:  # whatever went wrong, the run directory still tells most of it
+            answers = {job.id: Look(state=None, reason=f"{scheduler} does not answer: {error}") for job in jobs}
+        with self._lock:
+            # What is said was true when it was asked; by now the job may have started.
+            for job in jobs:
+                if answer := answers.get(job.id):
+                    self._looks[_key(job)] = answer.replace(time=min(answer.time, now))
 
 
 POLLER = Poller()
@@ -92,5 +93,5 @@ def backend(scheduler: str) -> Any:
     return import_module(f"cluster.{scheduler}")
 
 
-def _key(job: SchedulerJob) -> tuple:
+def _key(job: SchedulerJob) -> tuple[str, str | None, str]:
     return job.scheduler, job.config, job.id

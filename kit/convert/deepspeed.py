@@ -40,9 +40,9 @@ def export_universal(run: Run, step: int | None, folder: str | Path) -> Path:
     folder = Path(folder)
     step = run.checkpoints.newest() if step is None else step
     described = run.checkpoints.describe(step)
-    tensors = CheckpointTensors(run.checkpoints, described, run.spec)
     updates = step - described[0].skipped  # by which AdamW corrects the bias of its moments
     with whole_folder(folder) as part:
+        tensors = CheckpointTensors(run.checkpoints, described, run.spec)
         tag = part / f"global_step{step}"
         for name, shape in parameter_shapes(run.spec).items():
             state = {f"{kind}.{name}": torch.empty(shape) for kind in KINDS.values()}

@@ -10,7 +10,7 @@ from kit.run.checkpoint import Checkpoints, Manifest
 from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
 
-FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, pickle.UnpicklingError)
+FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, EOFError, pickle.UnpicklingError)
 """What reading a tensor that is not there, not a tensor or of another shape can raise."""
 
 

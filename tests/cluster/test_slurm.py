@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -260,6 +261,24 @@ def test_many_looks_are_few_questions():
         poller.look(jobs[0])
         time.sleep(0.001)
     assert 1 <= len(asked) - before <= 4 and len(asked[-1]) == 50
+
+
+def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
+    monkeypatch.setattr(poll, "ANSWER_WAIT_S", 0.2)
+    asked, over = [], threading.Event()
+
+    def ask(jobs):
+        asked.append([job.config for job in jobs])
+        if jobs[0].config == "gone":
+            over.wait(60)
+        return {job.id: Look(state=JobState.RUNNING, reason=str(job.config)) for job in jobs}
+
+    poller = Poller(ask)
+    gone, here = (SchedulerJob(scheduler="slurm", id="1", config=config) for config in ("gone", "here"))
+    assert "has not answered yet" in poller.look(gone).reason
+    assert poller.look(here).reason == "here", "though the other is still being asked"
+    assert asked == [["gone"], ["here"]]
+    over.set()
 
 
 def test_scheduler_that_does_not_answer_leaves_what_the_files_say():

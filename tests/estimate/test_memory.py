@@ -230,7 +230,13 @@ def test_frontier_conventions():
         name: (memory(layouts, convention=convention).first.state / ModelSpec.preset("gpt-1t").num_params).item()
         for name, convention in CONVENTIONS.items()
     }
-    assert per_param == {"mixed_precision": 18, "frontier_14": 14, "frontier_24": 24, "deepspeed_bf16": 20}
+    assert per_param == {
+        "mixed_precision": 18,
+        "frontier_14": 14,
+        "frontier_24": 24,
+        "deepspeed_bf16": 20,
+        "pure_bf16": 8,
+    }
 
 
 def test_probability_of_running_out():

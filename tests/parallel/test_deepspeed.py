@@ -205,12 +205,14 @@ def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
     code = (
         "import torch, torch.distributed as dist\n"
         "from kit.engines.deepspeed.engine import DeepSpeedEngine\n"
+        "from kit.engines.process_group import leave\n"
         "from kit.plan import Plan; from kit.recipe import Recipe; from kit.spec import ModelSpec\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         f"spec = ModelSpec.from_json({llama_spec.to_json()!r})\n"
         "plan = Plan(engine='deepspeed', zero_stage=2)\n"
         "engine = DeepSpeedEngine(spec, plan, Recipe(data='none', num_steps=1), torch.device('cpu'))\n"
         "print(engine.train_step(torch.zeros(1, 17, dtype=torch.int64), 1e-3)[0] > 0)\n"
+        "leave(0)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "DS_ACCELERATOR")}
     environment |= {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": str(tmp_path / "nothing"), "LOCAL_RANK": "0"}
