@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.process import Process
+from cluster.progress import is_told_to_stop
 from cluster.record import kit_command, write_atomic
 from cluster.state import (
     JobError,
     JobState,
     RunState,
     SchedulerJob,
+    ask,
     last_attempt,
     locked,
     log_path,
@@ -146,7 +148,11 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         if not ours and not read_status(run_dir).state.is_final:
             assert known is not None
             raise JobError(f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was started.")
-        return _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
+        told = ours and is_told_to_stop(run_dir)
+        attempt = _begin(run_dir, RunState(state=JobState.STARTING, attempt=0).replace(**here))
+        if told:  # Slurm itself has requeued the job, before or after its trainer took the request
+            ask(run_dir, "stop")
+        return attempt
 
 
 def _requests(run_dir: Path) -> list[Path]:

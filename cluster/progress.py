@@ -6,7 +6,7 @@ Standard library only.
 import time
 from pathlib import Path
 
-from cluster.state import JobState, asked_at, read_history, read_state, read_taken
+from cluster.state import JobState, read_asked, read_history, read_state, read_taken
 
 HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
 
@@ -54,5 +54,6 @@ def has_ever_stepped(run_dir: Path) -> bool:
 
 
 def is_told_to_stop(run_dir: Path) -> bool:
-    """Returns whether the newest attempt was asked to stop, whether or not its trainer has taken the request yet."""
-    return asked_at(run_dir, "stop") is not None or read_taken(run_dir, "stop") is not None
+    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has taken that yet."""
+    requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
+    return any(request is not None and request.by_person for request in requests)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from cluster.process import Process
-from cluster.record import ConfigError, Record, field_doc, write_atomic
+from cluster.record import ConfigError, Record, field_doc
 
 LOCK_WAIT_S = 5.0
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
@@ -127,10 +127,17 @@ class ExitReport(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TakenRequest(Record):
-    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the trainer has taken."""
+class AskedRequest(Record):
+    """control/request_stop, control/request_checkpoint: a request that the trainer has not taken yet."""
 
     asked_at: float = field_doc("unix time of the request")
+    by_person: bool = field_doc("false: by the supervisor, whose job goes on after it", default=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TakenRequest(AskedRequest):
+    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the trainer has taken."""
+
     taken_at: float = field_doc("unix time at which the trainer read it")
     step: int | None = field_doc("optimizer step after which it acts on it", default=None)
 
@@ -236,29 +243,29 @@ def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Pat
     return next((file for file in (own, node, flat) if file.exists()), own)
 
 
-def ask(run_dir: Path, request: Request) -> None:
-    """Leaves a request for the trainer, which reads it at the next step boundary."""
-    write_atomic(run_dir / "control" / f"request_{request}", json.dumps({"asked_at": time.time()}) + "\n")
+def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
+    """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a supervisor's."""
+    asked = AskedRequest(asked_at=time.time(), by_person=by_person)
+    asked.write(run_dir / "control" / f"request_{request}")
 
 
-def asked_at(run_dir: Path, request: Request) -> float | None:
-    """Returns the unix time of a request that the trainer has not taken yet, or None."""
+def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
+    """Returns a request that the trainer has not taken yet, or None."""
     file = run_dir / "control" / f"request_{request}"
     try:
         changed = file.stat().st_mtime
-        return float(json.loads(file.read_text())["asked_at"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError):  # made by `touch`: its time of change is as good
-        return changed
+    return read_record(AskedRequest, file) or AskedRequest(asked_at=changed)  # made by `touch`: that is as good
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
     """Returns whether a request was waiting, and takes it, leaving a note. For rank 0, which tells the other ranks."""
-    when = asked_at(run_dir, request)
-    if when is None:
+    asked = read_asked(run_dir, request)
+    if asked is None:
         return False
-    TakenRequest(asked_at=when, taken_at=time.time(), step=step).write(run_dir / "control" / f"taken_{request}")
+    taken = TakenRequest(asked_at=asked.asked_at, by_person=asked.by_person, taken_at=time.time(), step=step)
+    taken.write(run_dir / "control" / f"taken_{request}")
     (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
     return True
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster import poll
 from cluster.record import Record, field_doc
-from cluster.state import GIVEN_UP, JobState, RunState, asked_at, last_attempt, read_exit, read_state
+from cluster.state import GIVEN_UP, JobState, RunState, last_attempt, read_asked, read_exit, read_state
 
 STALLED_AFTER_S = 60.0
 STALLED_AFTER_STEPS = 10
@@ -113,9 +113,9 @@ def _epitaph(state: RunState) -> str:
 def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:
     """Returns state and reason of a job that has not ended, as far as we know."""
     seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
-    stop_asked = asked_at(run_dir, "stop")
+    stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
-        return JobState.STOPPING, f"asked to stop {max(0.0, time.time() - stop_asked):.0f} s ago; {seen}"
+        return JobState.STOPPING, f"asked to stop {max(0.0, time.time() - stop_asked.asked_at):.0f} s ago; {seen}"
     saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
     if age_s is not None and not saving and age_s > _stalled_after_s(state):
         return JobState.STALLED, f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s"

@@ -181,7 +181,7 @@ class Supervisor:
         state = read_state(self.run_dir)
         if state is None or state.state is not JobState.STOPPING:
             return None
-        if self.stop_reason is None:
+        if self.stop_reason is None or is_told_to_stop(self.run_dir):
             return Ending("done", f"stopped on request at step {state.step}")
         return Ending("requeue", f"{self.stop_reason}; saved at step {state.step}", state=self.stop_state)
 
@@ -234,7 +234,7 @@ class Supervisor:
         if self.stop_reason is None and not is_told_to_stop(self.run_dir):
             self.stop_reason, self.stop_state = reason, state
             say(f"{reason}: asking the ranks to save and stop")
-            ask(self.run_dir, "stop")
+            ask(self.run_dir, "stop", by_person=False)
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
@@ -244,9 +244,10 @@ class Supervisor:
             return Ending("failed", lost, rc=ending.rc or 1)
         if ending.fate not in ("restart", "requeue"):
             return ending
-        if self.stop_reason is None and (stopped := self._stopped()):
+        is_told = is_told_to_stop(self.run_dir)
+        if (self.stop_reason is None or is_told) and (stopped := self._stopped()):
             return stopped  # all is saved: a rank or a node that was lost after that changes nothing
-        if self.stop_reason is None and is_told_to_stop(self.run_dir):
+        if is_told:
             return dataclasses.replace(ending, fate="failed", reason=f"{ending.reason}, after a request to stop")
         fruitless = fruitless_starts(self.run_dir, self.attempt)
         if fruitless > self.spec.max_restarts:

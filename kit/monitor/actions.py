@@ -9,7 +9,7 @@ import time
 from typing import Any, Literal, get_args
 
 from cluster.job import JobStatus
-from cluster.state import JobError, asked_at, read_taken
+from cluster.state import JobError, read_asked, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 
@@ -57,10 +57,10 @@ class Actions:
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
         """Returns by name what was asked, also by others through the run directory, and what became of it."""
         for name in ("checkpoint", "stop"):
-            waiting, taken = asked_at(self.run.directory, name), read_taken(self.run.directory, name)
+            waiting, taken = read_asked(self.run.directory, name), read_taken(self.run.directory, name)
             known = self._progress.get(name)
             if waiting is not None and (known is None or known.done_at):
-                self._progress[name] = self._new(status, waiting)
+                self._progress[name] = self._new(status, waiting.asked_at)
             elif taken and (known is None or taken.taken_at > max(known.asked_at, known.done_at or 0.0)):
                 # Taken between two looks, or before this viewer came: the trainer's note knows.
                 if known is None or known.done_at:

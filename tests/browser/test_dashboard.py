@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from cluster.site import Site
-from cluster.state import JobState, asked_at, log_path, read_state, take_request
+from cluster.state import JobState, log_path, read_asked, read_state, take_request
 from kit.run import Run
 from kit.run.alerts import Alert
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, say
@@ -106,11 +106,11 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_sc
     screen = open_screen(run)
     page = screen.page
     page.get_by_role("button", name="Stop after step").click()
-    assert not screen.sent("action") and asked_at(run.directory, "stop") is None
+    assert not screen.sent("action") and read_asked(run.directory, "stop") is None
     page.get_by_role("button", name="Really stop after step?").click()
     screen.settle(700)
     screen.tick()
-    assert asked_at(run.directory, "stop") is not None
+    assert read_asked(run.directory, "stop") is not None
     assert "Stop after step: asked " in screen.text(".kit-history")
     assert "stopping" in screen.text(".kit-badge")
     assert take_request(run.directory, "stop")

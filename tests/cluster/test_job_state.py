@@ -26,8 +26,8 @@ from cluster.state import (
     SchedulerJob,
     StaleAttemptError,
     ask,
-    asked_at,
     last_attempt,
+    read_asked,
     read_exit,
     read_history,
     read_state,
@@ -234,7 +234,7 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
         claim_attempt(run_dir)
     write_exit(run_dir, ended(attempt=1))
     ask(run_dir, "stop")
-    assert claim_attempt(run_dir) == 2 and asked_at(run_dir, "stop") is None
+    assert claim_attempt(run_dir) == 2 and read_asked(run_dir, "stop") is None
     (run_dir / "state.json").unlink()
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "attempt_120_rank_00000.log").touch()
@@ -244,11 +244,11 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
 def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
     assert not take_request(tmp_path, "stop")
     ask(tmp_path, "checkpoint")
-    assert asked_at(tmp_path, "checkpoint") == pytest.approx(time.time(), abs=5)
-    assert asked_at(tmp_path, "stop") is None
+    assert (asked := read_asked(tmp_path, "checkpoint")) and asked.asked_at == pytest.approx(time.time(), abs=5)
+    assert read_asked(tmp_path, "stop") is None
     assert take_request(tmp_path, "checkpoint") and not take_request(tmp_path, "checkpoint")
     (tmp_path / "control" / "request_stop").touch()
-    assert asked_at(tmp_path, "stop") == pytest.approx(time.time(), abs=5)
+    assert (asked := read_asked(tmp_path, "stop")) and asked.asked_at == pytest.approx(time.time(), abs=5)
     assert take_request(tmp_path, "stop", step=7)
     taken = read_taken(tmp_path, "stop")
     assert taken and taken.step == 7 and 0 <= taken.taken_at - taken.asked_at < 5

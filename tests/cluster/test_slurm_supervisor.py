@@ -8,7 +8,7 @@ import pytest
 from cluster.attempts import take_over
 from cluster.job import JobSpec
 from cluster.slurm.supervisor import Ending, Supervisor
-from cluster.state import JobState, SchedulerJob, ask, take_request, update_state
+from cluster.state import JobState, SchedulerJob, ask, read_asked, take_request, update_state
 
 
 @pytest.fixture
@@ -51,3 +51,23 @@ def test_a_stop_that_the_scheduler_wanted_is_followed_by_another_start(superviso
     assert take_request(supervisor.run_dir, "stop", step=2)
     update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2")
     assert supervisor._judge(KILLED).fate == "requeue"
+
+
+@pytest.mark.parametrize("taken_first", [False, True], ids=["before it is taken", "after"])
+def test_a_person_who_asks_while_the_scheduler_does_is_heard(supervisor, taken_first):
+    supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
+    if taken_first:
+        take_request(supervisor.run_dir, "stop", step=2)
+    ask(supervisor.run_dir, "stop")
+    assert supervisor._judge(KILLED).fate == "failed"
+    take_request(supervisor.run_dir, "stop", step=2)
+    update_state(supervisor.run_dir, attempt=1, state=JobState.STOPPING, reason="stopped after step 2")
+    assert supervisor._judge(LOST) == supervisor._after(0) == Ending("done", "stopped on request at step 2")
+
+
+def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
+    supervisor._ask_to_stop(JobState.PREEMPTED, "preempted")
+    assert take_over(supervisor.run_dir, supervisor.job) == 2 and read_asked(supervisor.run_dir, "stop") is None
+    ask(supervisor.run_dir, "stop")
+    take_request(supervisor.run_dir, "stop", step=2)
+    assert take_over(supervisor.run_dir, supervisor.job) == 3 and read_asked(supervisor.run_dir, "stop") is not None

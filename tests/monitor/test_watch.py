@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import cluster
 from cluster.job import JobSpec
-from cluster.state import ExitReport, JobState, ask, asked_at, take_request, write_exit
+from cluster.state import ExitReport, JobState, ask, read_asked, take_request, write_exit
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
@@ -202,8 +202,8 @@ def test_buttons_as_commands(tmp_path: Path) -> None:
     job = JobSpec(name="sleeper", run_dir=str(run.directory), argv=("sleep", "60"), num_processes=1, grace_s=2.0)
     say(run, JobState.DONE, process=dead_process())
     cluster.local.submit(job)
-    assert "Asked at" in _command("checkpoint", run.directory).stdout and asked_at(run.directory, "checkpoint")
-    assert "Asked at" in _command("stop", run.directory).stdout and asked_at(run.directory, "stop")
+    assert "Asked at" in _command("checkpoint", run.directory).stdout and read_asked(run.directory, "checkpoint")
+    assert "Asked at" in _command("stop", run.directory).stdout and read_asked(run.directory, "stop")
     assert "kit resume" in _command("stop", "--now", run.directory).stdout
     assert run.job.wait(20).state is JobState.FAILED
     for command in ("stop", "checkpoint"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.state import JobState, asked_at, take_request
+from cluster.state import JobState, read_asked, take_request
 from kit.errors import RunError
 from kit.monitor import bundle
 from kit.monitor.dashboard import Dashboard, View
@@ -97,7 +97,7 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "run")
     widget = show(run)
     widget._on_message(widget, {"type": "action", "name": "checkpoint"}, [])
-    until(lambda: asked_at(run.directory, "checkpoint"))
+    until(lambda: read_asked(run.directory, "checkpoint"))
     assert take_request(run.directory, "checkpoint")
     until(lambda: widget.facts["actions"]["checkpoint"]["taken_at"])
     say(run, JobState.RUNNING, step=400, process=dead_process())
