@@ -1,4 +1,4 @@
-"""Commands on what runs have recorded: runs, export, sink, import."""
+"""Commands on what runs have recorded: runs, goodput, export, sink, import."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,6 +47,29 @@ def runs(
         keep_drawing(lambda: _drawn(runs_table(folder)), console(), every_s=2.0, over=lambda: False)
     else:
         tell(table.to_dicts(), as_json, _drawn(table))
+
+
+@app.command()
+def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Say where the time of a run's nodes went: steps that count, start-up, repeated steps, waiting, cost."""
+    from kit.monitor.goodput import ledger
+    from kit.monitor.text import duration
+
+    found = ledger(Run.open(run))
+    rows = [row for row in found.rows() if row["seconds"]]
+    priced = found.price_per_node_hour is not None
+    names = ["part", "time", "share", "device-hours", *(["USD"] if priced else []), "what it is"]
+    parts = Table(*names, right=names[1:-1], title=f"{found.goodput:.1%} of the time of {found.run}'s devices counts")
+    for row in rows:
+        cost = [f"{row['usd']:,.2f}"] if priced else []
+        hours = f"{row['device_hours']:,.3g}"
+        parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
+    attempts = Table("attempt", "devices", "time", "in steps that count", "end", right=["devices", "time"])
+    for share in found.attempts:
+        total = sum(share.seconds.values())
+        counts = f"{share.seconds['productive'] / total:.1%}" if total else ""
+        attempts.add(str(share.attempt), f"{share.devices:,}", duration(total), counts, share.end)
+    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, "", attempts)
 
 
 @app.command()

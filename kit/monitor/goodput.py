@@ -1,0 +1,182 @@
+"""Goodput: where the time of a job's nodes went, from what its run directory has recorded anyway.
+
+Every second from the first submission to the last sign of life belongs to one part, so the parts add up to the wall
+time. Events of `history.jsonl` bound the attempts, rows of `metrics.jsonl` the steps within them. Goodput is the share
+of the time of the nodes in steps that count, as in "ML productivity goodput" of Google's and MLPerf's reports.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from cluster.record import Record, field_doc
+from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
+from kit.errors import RunError
+from kit.run import Run
+from kit.run.columns import NAMES, first_steps, parse_lines, supersede
+from kit.run.tail import CHUNK_BYTES, Tail
+
+PARTS = {
+    "productive": "steps that count, each once",
+    "repeated": "steps that a later attempt did again",
+    "first step": "what an attempt's first step took beyond the next ones: compilation, connections, caches",
+    "start-up": "from the start of its processes to an attempt's first step",
+    "between steps": "validation, what a checkpoint holds up, records",
+    "ending": "after the last step of an attempt that ended well: its last checkpoint",
+    "lost": "after the last step of an attempt that did not: until that was noticed and all was ended",
+    "waiting": "in the queue, before the first attempt and for other nodes",
+}
+"""What the wall time of a job is made of. No nodes are held in the last of them."""
+WARM = 20
+"""Steps whose median says what an attempt's first step would have taken, had it been like others."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share(Record):
+    """Where the time of one attempt went."""
+
+    attempt: int = field_doc("counts the starts of the run from 1")
+    devices: int = field_doc("that it held")
+    seconds: dict[str, float] = field_doc("by part")
+    end: str = field_doc("how it ended, one line")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ledger(Record):
+    """Where the time of a run went."""
+
+    run: str = field_doc("its name")
+    attempts: tuple[Share, ...] = field_doc("in their order")
+    idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
+    price_per_node_hour: float | None = field_doc("USD, of the site")
+    devices_per_node: int = field_doc("of the site")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part, of all attempts."""
+        return {part: sum(share.seconds[part] for share in self.attempts) for part in PARTS}
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first submission to the last sign of life, without those in which no attempt was wanted."""
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """Device-seconds in steps that count over all that were held; NaN before any was."""
+        held = sum(_held(share) for share in self.attempts)
+        return sum(share.devices * share.seconds["productive"] for share in self.attempts) / held if held else np.nan
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns a row for each part: seconds, share of the wall time, device-hours and, where known, the price."""
+        rows, wall_s, price = [], self.wall_s, self.price_per_node_hour
+        for part, meaning in PARTS.items():
+            seconds = sum(share.seconds[part] for share in self.attempts)
+            held = 0.0 if part == "waiting" else sum(share.devices * share.seconds[part] for share in self.attempts)
+            rows.append({
+                "part": part,
+                "seconds": seconds,
+                "share": seconds / wall_s if wall_s else np.nan,
+                "device_hours": held / 3600,
+                "usd": None if price is None else held / 3600 / self.devices_per_node * price,
+                "meaning": meaning,
+            })  # fmt: skip
+        return rows
+
+
+def ledger(run: Run) -> Ledger:
+    """Returns where the time of a run went, so far.
+
+    Raises:
+        RunError: no attempt has begun.
+    """
+    steps = _steps(run)
+    events: dict[int, list[Event]] = {int(attempt): [] for attempt in np.unique(steps["attempt"])}
+    for event in [] if run.is_imported else read_history(run.directory):  # else it tells of the import
+        events.setdefault(event.attempt, []).append(event)
+    if not events:
+        raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
+    plans, state = run.plans(), read_state(run.directory)
+    shares: list[Share] = []
+    idle_s, before = 0.0, None
+    for attempt, told in sorted(events.items()):
+        own = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
+        heard = state.heartbeat if state and state.attempt == attempt and state.heartbeat else 0.0
+        seconds, begin, end = _attempt(told, own, heard, before)
+        if before is not None:
+            gap = max(0.0, begin - before)
+            if not told or told[0].state is JobState.QUEUED:  # a person's start; others go on by themselves
+                idle_s += gap
+            elif any(_is_over(event) for event in events[shares[-1].attempt]):
+                seconds["waiting"] += gap
+            else:  # killed with its supervisor: nobody was left to say so
+                shares[-1].seconds["lost"] += gap
+        before = end
+        devices = plans.get(attempt, run.plan).num_devices
+        if any(_is_over(event) for event in told) or attempt == max(events):
+            why = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
+        else:
+            why = "killed with its supervisor, which left no word"
+        shares.append(Share(attempt=attempt, devices=devices, seconds=seconds, end=why))
+    price = run.site.price_per_node_hour
+    return Ledger(
+        run=run.name, attempts=tuple(shares), idle_s=idle_s, devices_per_node=run.site.devices_per_node,
+        price_per_node_hour=price.value if price else None,
+    )  # fmt: skip
+
+
+def _attempt(
+    told: list[Event], steps: dict[str, np.ndarray], heard: float, before: float | None
+) -> tuple[dict[str, float], float, float]:
+    """Returns the seconds by part of an attempt, and when it began and ended; `before`: when the last one had."""
+    ends = np.maximum.accumulate(steps["time"])
+    starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
+    times = [event.time for event in told]
+    begin = max(min([*times[:1], *starts[:1]]), before or -np.inf)
+    held = [event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)]
+    start = max(begin, min([*held[:1], *starts[:1]], default=begin))
+    starts, ends = np.maximum(starts, start), np.maximum(ends, start)
+    over = [event.time for event in told if _is_over(event)]
+    last = ends[-1] if len(ends) else start
+    end = max(last, over[0] if over else max([heard, *times[-1:]]))
+    took = ends - starts
+    counts = steps["counts"].astype(bool)
+    extra = max(0.0, took[0] - float(np.median(took[1 : 1 + WARM]))) if len(took) > 2 else 0.0
+    seconds = dict.fromkeys(PARTS, 0.0)
+    seconds["productive"] = float(took[counts].sum()) - extra * bool(len(counts) and counts[0])
+    seconds["repeated"] = float(took[~counts].sum()) - extra * bool(len(counts) and not counts[0])
+    seconds["first step"] = extra
+    seconds["start-up"] = (starts[0] if len(starts) else end) - start
+    seconds["between steps"] = float((starts[1:] - ends[:-1]).sum())
+    well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
+    seconds["ending" if well else "lost"] = end - last if len(ends) else 0.0
+    seconds["waiting"] = start - begin
+    return {part: float(value) for part, value in seconds.items()}, float(begin), float(end)
+
+
+def _steps(run: Run) -> dict[str, np.ndarray]:
+    """Returns all rows that were recorded, in the order of the file, and whether each counts."""
+    rows = np.hstack([np.empty((len(NAMES), 0)), *_recorded(run)])
+    places = np.vstack([rows[:2], np.arange(rows.shape[1])])
+    counts = np.zeros(rows.shape[1])
+    if rows.shape[1]:
+        counts[supersede(places, first_steps(places, {}))[2].astype(int)] = 1
+    columns = {name: rows[NAMES.index(name)] for name in ("attempt", "time", "step_time_s")} | {"counts": counts}
+    known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
+    return {name: column[known] for name, column in columns.items()}
+
+
+def _recorded(run: Run) -> Iterator[np.ndarray]:
+    tail = Tail(run.directory / "metrics.jsonl")
+    while text := tail.new_lines(CHUNK_BYTES):
+        yield parse_lines(text)[0]
+
+
+def _is_over(event: Event) -> bool:
+    return event.state.is_final or event.state in GIVEN_UP
+
+
+def _held(share: Share) -> float:
+    return share.devices * sum(seconds for part, seconds in share.seconds.items() if part != "waiting")

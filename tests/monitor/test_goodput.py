@@ -1,0 +1,91 @@
+"""The ledger of a job's time, on a made history whose truth is known. Real runs: tests/faults and tests/cluster."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.state import Event, JobState
+from kit.commands.app import app
+from kit.errors import RunError
+from kit.monitor.goodput import ledger
+from kit.run import Run
+from tests.monitor.steps import lines, row
+
+
+def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> None:
+    with (run.directory / "history.jsonl").open("a") as stream:
+        stream.write(json.dumps(Event(time=at, attempt=attempt, state=state, **fields).to_dict()) + "\n")
+
+
+def step(run: Run, number: int, attempt: int, ended: float, took: float = 1.0) -> None:
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(lines([row(number, attempt, time=ended, step_time_s=took)]))
+
+
+@pytest.fixture
+def told(run: Run) -> Run:
+    """Queued 10 s, started in 5 s, ten steps and a pause of 2 s, silent for 7 s; 20 s later six, two of them again."""
+    (run.directory / "metrics.jsonl").write_text("")
+    happened(run, 1, 0.0, JobState.QUEUED)
+    happened(run, 1, 10.0, JobState.STARTING)
+    step(run, 1, 1, 18.0, took=3.0)  # two seconds more than the others
+    for number in range(2, 11):
+        step(run, number, 1, 18.0 + number - 1 + 2 * (number > 5))
+    happened(run, 1, 36.0, JobState.REQUEUED, reason="node3 fell silent", lost_node="node3")
+    happened(run, 2, 56.0, JobState.STARTING)
+    for number in range(9, 15):
+        step(run, number, 2, 61.0 + number - 8)
+    happened(run, 2, 67.5, JobState.STOPPING)
+    happened(run, 2, 68.0, JobState.DONE, reason="stopped on request at step 14")
+    return run
+
+
+def test_every_second_has_its_place(told):
+    found = ledger(told)
+    assert {part: value for part, value in found.seconds.items() if value} == pytest.approx({
+        "waiting": 10 + 20, "start-up": 5 + 5, "first step": 2, "between steps": 2, "lost": 7, "repeated": 2,
+        "productive": 8 + 6, "ending": 1,
+    })  # fmt: skip
+    assert found.wall_s == pytest.approx(68) and found.idle_s == 0
+    assert found.goodput == pytest.approx(14 / 38), "no node is held while it waits"
+
+
+def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
+    happened(told, 3, 1068.0, JobState.QUEUED)
+    happened(told, 3, 1069.0, JobState.STARTING)
+    step(told, 15, 3, 1072.0)
+    found = ledger(told)
+    assert found.idle_s == pytest.approx(1000) and found.wall_s == pytest.approx(68 + 4)
+
+
+def test_nobody_was_left_to_say_that_it_ended(told):
+    """The supervisor was killed with its ranks, and the scheduler started the job again."""
+    events = (told.directory / "history.jsonl").read_text().splitlines(keepends=True)
+    (told.directory / "history.jsonl").write_text("".join(line for line in events if "requeued" not in line))
+    assert ledger(told).seconds["lost"] == pytest.approx(27) and ledger(told).wall_s == pytest.approx(68)
+
+
+def test_prices_and_devices_of_each_attempt(told):
+    plan = told.plan.replace(data_parallel=8)
+    plan.write(told.directory / "plan.attempt_02.json")
+    priced = dataclasses.replace(ledger(told), price_per_node_hour=32.0, devices_per_node=8)
+    rows = {row["part"]: row for row in priced.rows()}
+    assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
+    assert rows["productive"]["usd"] == pytest.approx(4 * (8 + 8 * 6) / 3600) and rows["waiting"]["usd"] == 0
+    assert priced.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
+
+
+def test_the_command(told, run):
+    result = CliRunner().invoke(app, ["goodput", str(told.directory)])
+    assert result.exit_code == 0 and "36.8% of the time of a run's devices counts" in result.output
+    assert "node3 fell silent" in result.output and "first step" in result.output
+    parts = json.loads(CliRunner().invoke(app, ["goodput", str(told.directory), "--json"]).output)["parts"]
+    assert sum(part["seconds"] for part in parts) == pytest.approx(68)
+
+
+def test_a_run_without_an_attempt_is_refused(run):
+    (run.directory / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="has no attempt yet"):
+        ledger(run)
