@@ -51,6 +51,10 @@ class NativeEngine:
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""
+        return self.begin_step(samples, learning_rate).read()
+
+    def begin_step(self, samples: Tensor, learning_rate: float) -> "StepResult":
+        """Returns what a step is going to give: an accelerator may still be at it, unless `accepts` is asked."""
         inputs, targets = self._shifted(samples)
         self.optimizer.zero_grad()
         loss = self._forward_backward(inputs, targets)
@@ -62,10 +66,10 @@ class NativeEngine:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
         if self.accepts is None:  # then an accelerator gets the update before anyone waits for the loss
             self._update(learning_rate)
-        mean_loss, grad_norm = self._mean_over_replicas(loss), norm.item()
-        if self.accepts is not None and self.accepts(mean_loss, grad_norm):
+        result = StepResult(self._mean_over_replicas(loss), norm)
+        if self.accepts is not None and self.accepts(*result.read()):
             self._update(learning_rate)
-        return mean_loss, grad_norm
+        return result
 
     def _update(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -82,7 +86,7 @@ class NativeEngine:
                 loss += self._loss(x_BT, y_BT)
         for decoder in self.decoders:
             drop_gathered(decoder)
-        return self._mean_over_replicas(loss / self.plan.num_microbatches)
+        return self._mean_over_replicas(loss / self.plan.num_microbatches).item()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns weights and optimizer states by global name, the tensors themselves (DTensors where cut).
@@ -164,8 +168,9 @@ class NativeEngine:
         )
 
     def _shifted(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        samples = samples.to(self.device, non_blocking=True)
         # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built with.
-        return samples[:, :-1].contiguous().to(self.device), samples[:, 1:].contiguous().to(self.device)
+        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size = self.plan.micro_batch_size
@@ -174,15 +179,32 @@ class NativeEngine:
     def _loss_context(self):
         return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
 
-    def _mean_over_replicas(self, loss: Tensor) -> float:
+    def _mean_over_replicas(self, loss: Tensor) -> Tensor:
         # Only ranks with the last stage hold a loss, the same on all tensor parallel ranks of one replica.
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)
-        return loss.item()
+        return loss
 
     def _counted_parameters(self) -> list[Parameter]:
         copy = self.tied.output if self.tied is not None else None
         return [parameter for parameter in self.parameters() if parameter is not copy]
+
+
+class StepResult:
+    """Loss and gradient norm of a step on their way into memory; an accelerator is waited for when they are read."""
+
+    def __init__(self, loss: Tensor, norm: Tensor) -> None:
+        self.values = torch.stack((loss, norm)).to("cpu", non_blocking=True)  # from a GPU: pinned
+        self.arrived = torch.cuda.Event() if loss.device.type == "cuda" else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> tuple[float, float]:
+        """Returns loss and norm once they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        loss, norm = self.values.tolist()
+        return loss, norm
 
 
 class _TiedStages:

@@ -1,6 +1,7 @@
 """What a run does about a loss or gradient that is not finite, and about a loss spike: as its recipe says.
 
-stop        nothing is written after the bad step; the newest checkpoint is from before it
+stop        nothing is written after the bad step; the newest checkpoint is from before it. A GPU has been given
+            the step that follows by then, whose result nobody reads
 skip        the update is dropped, the next batch follows (native engine)
 roll_back   weights and optimizer go back to the newest checkpoint, the data since is left out (native engine)
 
@@ -31,6 +32,7 @@ class Guard:
         recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first.
         skipped: steps so far whose update was dropped.
         judges_before_update: whether the engine must ask before it applies an update.
+        goes_on_after_bad: whether training may go on after a bad step, so that all ranks must agree that it was one.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
@@ -41,7 +43,9 @@ class Guard:
         self.judged = ("loss",) if plan.precision == "fp16" else ("loss", "gradient norm")
         self.recent: tuple[float, ...] = ()
         self.skipped, self.bad_in_a_row = 0, 0
-        self.judges_before_update = "skip" in (recipe.on_nan, recipe.on_spike)
+        answers = {recipe.on_nan, recipe.on_spike}
+        self.judges_before_update = "skip" in answers
+        self.goes_on_after_bad = bool(answers & {"skip", "roll_back"})
 
     def judge(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
         """Returns what to do about a step, and what is wrong with it in words; it changes nothing."""

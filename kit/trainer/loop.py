@@ -1,8 +1,11 @@
 """The training loop of one rank. It logs raw times and tokens only; MFU is derived by the reader."""
 
+import contextlib
+import math
 import resource
 import time
-from typing import Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,17 +15,34 @@ from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, training_samples
-from kit.engines import ScalingEngine, build_engine
+from kit.engines import LaunchingEngine, ScalingEngine, build_engine
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
+from kit.trainer.batches import Batches
 from kit.trainer.checkpoints import engine_checkpoints
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
 from kit.trainer.watchdog import Watchdog, patience_s
 
+if TYPE_CHECKING:
+    from kit.engines.native import StepResult
+
 HEARTBEAT_EVERY_S = 1.0
+ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
+"""Seconds between two looks at what people ask for, and the most steps between them, of which any may be slow."""
+AHEAD_ON = ("cuda",)
+"""Devices that work on a step while this process launches the next, and reads only then what the step gave."""
+
+
+class Launched(NamedTuple):
+    """A step that its device may still be at."""
+
+    step: int
+    start: float
+    learning_rate: float
+    result: "StepResult | tuple[float, float]"
 
 
 class Trainer:
@@ -34,7 +54,8 @@ class Trainer:
         self.control, self.home = control_group(), Home(run.directory)
         self.dataset = run.dataset()
         self.samples = training_samples(self.recipe, run.spec.sequence_length)
-        self.step, self.consumed, self.step_time_s = 0, 0, 0.0
+        self.step, self.consumed, self.finished = 0, 0, 0  # launched and finished steps: the same but for a moment
+        self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
         self.work_s: float | None = None
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
         if self.rank == 0:
@@ -44,8 +65,15 @@ class Trainer:
         self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=begins)
         self.checkpoints = engine_checkpoints(self.engine, run, attempt, self.control)
         self._resume()
+        self.batches = Batches(lambda first: self._batch(self.samples, first), device)
+        self.launched: deque[Launched] = deque()
+        self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
+        launching = self.engine if isinstance(self.engine, LaunchingEngine) else None
+        self.begin_step = launching.begin_step if launching else self.engine.train_step
+        # Where training goes on after a bad step, none may come between that step and its answer.
+        self.is_ahead = bool(launching) and device.type in AHEAD_ON and not self.recovery.guard.goes_on_after_bad
         # With engine neuron any step may compile, for longer than anyone would wait for a hung rank.
         asked_s, is_many = self.recipe.hung_after_s, self.plan.num_devices > MANY
         limit_s = None if self.plan.engine == "neuron" else patience_s(asked_s, type(self.recipe).hung_after_s, is_many)
@@ -58,7 +86,7 @@ class Trainer:
         manifest = self.recovery.load_newest(self.checkpoints)
         if manifest is None:
             return
-        self.step, self.consumed = manifest.step, manifest.samples
+        self.step, self.consumed, self.finished = manifest.step, manifest.samples, manifest.step
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
             print(f"resumed from step {self.step} (written on {saved} devices, now {now})", flush=True)
@@ -67,25 +95,32 @@ class Trainer:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
         try:
             return self._train()
-        except Exception:
+        except Exception as error:
             self.home.check()  # where the directory is gone, that is why the rest failed, on every rank
+            if not isinstance(error, RunError):  # else they come after a bad one
+                with contextlib.suppress(Exception):  # a device that has failed tells nothing more
+                    self.rows += [self._row(launched) for launched in self.launched]
+            self._write()
             raise
 
     def _train(self) -> str:
         while self.step < self.recipe.num_steps:
-            row = self._one_step()
-            self._respond(row)
+            self._launch_step()
+            self._finish_steps(but=1 if self.is_ahead else 0)
             last = self.step == self.recipe.num_steps
             stop, checkpoint = self._requests()
-            if self._due(self.recipe.validation_every) or (last and self.recipe.validation_every):
+            validate = self._due(self.recipe.validation_every) or (last and self.recipe.validation_every)
+            save = last or stop or checkpoint or self._due(self.recipe.checkpoint_every)
+            if validate or save:  # which hold no step that was not judged
+                self._finish_steps()
+            if validate:
                 with self.watchdog.paused():
-                    row["validation_loss"] = self._validate()
-            if self.metrics is not None:
-                self.metrics.append(row)
+                    self.rows[-1]["validation_loss"] = self._validate()
+            self._write()
             self._beat()
             with self.watchdog.paused():
                 self.checkpoints.poll()
-                if last or stop or checkpoint or self._due(self.recipe.checkpoint_every):
+                if save:
                     self._checkpoint()
             if stop and not last:
                 self.is_stopped = True
@@ -96,42 +131,53 @@ class Trainer:
             return f"stopped by request after step {self.step}; resume continues from there"
         return f"finished {self.step} steps"
 
-    def _respond(self, row: dict[str, Any]) -> None:
-        """Answers a bad step as the recipe says; where that ends the run, the step is still in the metrics."""
-        self.watchdog.step_done(self.step, self.step_time_s)
-        self.signs.step_done(self.step, self.step_time_s, self.work_s)
-        try:
-            with self.watchdog.paused():
-                self.recovery.respond(row, self.checkpoints)
-        except RunError:
-            if self.metrics is not None:
-                self.metrics.append(row)
-            raise
-
-    def _one_step(self) -> dict[str, Any]:
+    def _launch_step(self) -> None:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        samples = self._batch(self.samples, self.consumed)
+        samples = self.batches.at(self.consumed, self.plan.global_batch_size)
         loaded, computing = time.perf_counter(), time.thread_time()
-        loss, grad_norm = self.engine.train_step(samples, learning_rate)
-        self.step_time_s = time.perf_counter() - start
+        result = self.begin_step(samples, learning_rate)
         if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
             self.work_s = loaded - start + time.thread_time() - computing
         self.step += 1
         self.consumed += self.plan.global_batch_size
+        self.launched.append(Launched(self.step, start, learning_rate, result))
+
+    def _finish_steps(self, but: int = 0) -> None:
+        """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
+        while len(self.launched) > but:
+            row = self._row(self.launched.popleft())
+            self.rows.append(row)  # first: where its answer ends the run, it is in the metrics all the same
+            self.finished = row["step"]
+            self.watchdog.step_done(self.finished, self.step_time_s)
+            self.signs.step_done(self.finished, self.step_time_s, self.work_s)
+            with self.watchdog.paused():
+                self.recovery.respond(row, self.checkpoints)
+
+    def _row(self, launched: Launched) -> dict[str, Any]:
+        """Returns what the metrics say of a step, once its result is there."""
+        loss, grad_norm = launched.result if isinstance(launched.result, tuple) else launched.result.read()
+        before, self.finished_at = self.finished_at, time.perf_counter()
+        self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
         return {
-            "step": self.step,
+            "step": launched.step,
             "attempt": self.attempt,
             "time": time.time(),
             "step_time_s": self.step_time_s,
             "tokens": self.plan.global_batch_size * self.run.spec.sequence_length,
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
+            "learning_rate": launched.learning_rate,
             "memory_bytes": _memory_bytes(self.device),
             **scaling,
         }
+
+    def _write(self) -> None:
+        if self.metrics is not None:
+            for row in self.rows:
+                self.metrics.append(row)
+        self.rows.clear()
 
     def _batch(self, samples: Samples, first: int) -> Tensor:
         """Returns this replica's part of the global batch that starts at sample `first`, [S, T + 1]."""
@@ -145,18 +191,26 @@ class Trainer:
         return sum(self.engine.validation_loss(self._batch(held_out, first)) for first in firsts) / batches
 
     def _requests(self) -> tuple[bool, bool]:
-        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary."""
-        asked = torch.zeros(3)
+        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary.
+
+        Rank 0 says too after how many steps all of them ask again, so that an answer takes no more than about a second.
+        """
+        if self.step < min(self.ask_at, self.recipe.num_steps):
+            return False, False
+        asked = torch.zeros(4)
         if self.rank == 0:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
             asked[2] = self.signs.must_gather()
+            asked[3] = min(ASKED_STEPS, max(1, ASKED_EVERY_S // max(self.watchdog.times, default=math.inf)))
         dist.broadcast(asked, src=0, group=self.control)
         if asked[2]:
             self.signs.gather()
+        self.ask_at = self.step + int(asked[3])
         return bool(asked[0]), bool(asked[1])
 
     def _checkpoint(self) -> None:
+        assert not self.launched, "a checkpoint holds no step that was not judged"
         self.home.check()
         facts = {
             "step": self.step,
@@ -183,7 +237,7 @@ class Trainer:
                 self.run.directory,
                 attempt=self.attempt,
                 state=JobState.RUNNING,
-                step=self.step,
+                step=self.finished,
                 heartbeat=time.time(),
                 step_time_s=self.step_time_s,
                 notice=self.recovery.notice,

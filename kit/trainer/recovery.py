@@ -122,7 +122,7 @@ class Recovery:
 
     def _agree(self, loss: float, grad_norm: float) -> tuple[Answer, str]:
         answer, what = self.guard.judge(loss, grad_norm)
-        if {self.run.recipe.on_nan, self.run.recipe.on_spike} & {"skip", "roll_back"}:
+        if self.guard.goes_on_after_bad:
             strongest = torch.tensor([ANSWERS.index(answer)])  # of any rank: a fault may be seen by one alone
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             answer = ANSWERS[int(strongest)]

@@ -119,7 +119,7 @@ def starved(_: int) -> None:
 
     So many that the memory which it has inherited, freed by other tests, is too small as well.
     """
-    one_step = Trainer._one_step
+    one_step = Trainer._launch_step
 
     def limited(self):
         if self.step == 2:
@@ -129,7 +129,7 @@ def starved(_: int) -> None:
             self.plan = self.engine.plan = self.plan.replace(micro_batch_size=2**17, global_batch_size=2**18)
         return one_step(self)
 
-    Trainer._one_step = limited
+    Trainer._launch_step = limited
 
 
 def test_out_of_memory_gives_the_planners_advice(prepare):

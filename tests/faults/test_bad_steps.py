@@ -30,7 +30,7 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
     """Returns a sabotage: one rank's gradient of one weight is not finite at one step."""
 
     def sabotage(here: int) -> None:
-        engine_step, one_step, now = NativeEngine._forward_backward, Trainer._one_step, {}
+        engine_step, one_step, now = NativeEngine._forward_backward, Trainer._launch_step, {}
 
         def forward_backward(self, inputs, targets):
             loss = engine_step(self, inputs, targets)
@@ -43,7 +43,7 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
             now["step"] = self.step + 1
             return one_step(self)
 
-        NativeEngine._forward_backward, Trainer._one_step = forward_backward, remembered
+        NativeEngine._forward_backward, Trainer._launch_step = forward_backward, remembered
 
     return sabotage
 

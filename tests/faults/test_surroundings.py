@@ -25,13 +25,13 @@ def jumpy(offsets: dict[int, float]) -> Callable[[int], None]:
     """Returns a sabotage: the wall clock is so many seconds off from some steps on."""
 
     def sabotage(_: int) -> None:
-        now, one_step, offset = time.time, Trainer._one_step, [0.0]
+        now, one_step, offset = time.time, Trainer._launch_step, [0.0]
 
         def stepped(self):
             offset[0] = offsets.get(self.step, offset[0])
             return one_step(self)
 
-        Trainer._one_step = stepped
+        Trainer._launch_step = stepped
         time.time = lambda: now() + offset[0]
 
     return sabotage

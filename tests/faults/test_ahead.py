@@ -1,0 +1,153 @@
+"""A device that works on a step while the next is launched: the same rows, and bad steps answered one step late.
+
+The CPU plays the GPU: its ranks launch a step before they read what the one before gave.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable
+
+import pytest
+
+from cluster.state import JobState, ask, read_state, read_taken
+from kit.data import Samples
+from kit.run import Run
+from kit.trainer import loop
+from kit.trainer.loop import Trainer
+from tests.faults.attempts import Attempt, finished
+from tests.faults.cost import assert_same
+from tests.faults.test_bad_steps import ALONE, poison
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
+    """Returns a sabotage: this CPU runs behind its process; and others."""
+
+    def sabotage(rank: int) -> None:
+        loop.AHEAD_ON = ("cpu",)
+        launch = Trainer._launch_step
+
+        def told(self):
+            launch(self)
+            print(f"launched {self.step}, finished {self.finished}", flush=True)
+
+        Trainer._launch_step = told
+        for other in then:
+            other(rank)
+
+    return sabotage
+
+
+def crash(step: int) -> Callable[[int], None]:
+    """Returns a sabotage: the launch of a step fails."""
+
+    def sabotage(_: int) -> None:
+        launch = Trainer._launch_step
+
+        def failing(self):
+            if self.step + 1 == step:
+                raise ValueError("launch failed")
+            launch(self)
+
+        Trainer._launch_step = failing
+
+    return sabotage
+
+
+def rows(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_results_read_late_are_the_same_and_all_there_though_the_run_is_killed(prepare):
+    settings = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation_every": 7}
+    straight, late = prepare("straight", **settings), prepare("late", **settings)
+    finished(straight)
+    log = finished(late, 1, ahead()).log()
+    assert "launched 6, finished 4" in log and "launched 8, finished 7" in log, "late but before a validation"
+    assert "launched 11, finished 10" in log, "late but before a checkpoint"
+    assert_same(late, straight)
+    told = [[(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)]
+    assert told[0] == told[1] and told[1][6][1] is not None
+    killed = prepare("killed", **settings)
+    attempt = Attempt(killed, 1, ahead())
+    attempt.until_step(14)
+    attempt.kill()
+    finished(killed, 2, ahead())
+    assert_same(killed, straight)
+
+
+@pytest.mark.parametrize(("step", "launched"), [(10, 10), (13, 14)], ids=["at a checkpoint", "between"])
+def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, step, launched):
+    run = prepare("bad", ALONE, num_steps=30, checkpoint_every=5)
+    attempt = Attempt(run, 1, ahead(poison(step, rank=0)))
+    assert attempt.wait() == [os.EX_CONFIG]
+    assert f"stopped at step {step}: the gradient norm is nan" in attempt.log()
+    assert f"launched {launched}," in attempt.log() and f"launched {launched + 1}," not in attempt.log()
+    told = rows(run)
+    assert [row["step"] for row in told] == list(range(1, step + 1)), "nobody reads the step that came after"
+    assert math.isnan(told[-1]["grad_norm"]) and run.checkpoints.steps()[-1] == (step - 1) // 5 * 5
+
+
+def test_what_a_run_goes_on_after_is_answered_at_once(prepare):
+    run = prepare("back", ALONE, num_steps=20, checkpoint_every=10, on_nan="roll_back")
+    finished(run, 1, ahead(poison(13, rank=0)))
+    assert [row["step"] for row in rows(run) if row.get("skipped")] == [13]
+    assert rows(run)[12]["skipped"] == 3, "not the step after it too"
+
+
+def test_failing_launch_loses_no_finished_step(prepare):
+    run = prepare("failed", ALONE, num_steps=30)
+    attempt = Attempt(run, 1, ahead(crash(8)))
+    assert attempt.wait() == [1]
+    assert [row["step"] for row in rows(run)] == list(range(1, 8))
+
+
+def test_requests_are_looked_for_now_and_then_and_answered_soon(prepare):
+    run = prepare("asked", num_steps=100_000, checkpoint_every=None)
+
+    def counted(rank: int) -> None:
+        take, looks = loop.take_request, []
+
+        def looked(*where, step):
+            if where[1] == "stop":
+                looks.append(step)
+                print(f"look {len(looks)} after step {step}", flush=True)
+            return take(*where, step=step)
+
+        loop.take_request = looked
+
+    attempt = Attempt(run, 1, counted)
+    attempt.until_step(60)
+    ask(run.directory, "checkpoint")
+    attempt.until_step(150)
+    taken = read_taken(run.directory, "checkpoint")
+    ask(run.directory, "stop")
+    assert attempt.wait() == [0, 0]
+    assert taken is not None and taken.step in run.checkpoints.steps()
+    stopped = read_taken(run.directory, "stop")
+    assert stopped is not None and stopped.step == run.metrics()["step"][-1]
+    assert stopped.taken_at - stopped.asked_at < 5, "a second, on an idle machine"
+    state = read_state(run.directory)
+    assert state is not None and state.state is JobState.STOPPING and state.step == stopped.step
+    looks = attempt.log().count("look ")
+    assert looks < run.metrics()["step"][-1] / 2, "fewer than steps, which are short"
+
+
+def test_data_that_cannot_be_read_is_told_when_its_turn_comes(prepare):
+    run = prepare("torn", ALONE, num_steps=30)
+
+    def torn(_: int) -> None:
+        batch = Samples.batch
+
+        def failing(self, first_sample, count):
+            if first_sample == 6 * count:
+                raise OSError("the disk is gone")
+            return batch(self, first_sample, count)
+
+        Samples.batch = failing
+
+    attempt = Attempt(run, 1, torn)
+    assert attempt.wait() == [1]
+    assert [row["step"] for row in rows(run)] == list(range(1, 7))
