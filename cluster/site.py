@@ -49,6 +49,9 @@ class Fact(Record):
         return f"{self.value:.4g}{error} ({self.source})"
 
 
+GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device(Record):
     """What one process computes on: a GCD, a NeuronCore, a CPU core."""
@@ -59,6 +62,11 @@ class Device(Record):
     peak_flops_per_s: dict[str, Fact] = field_doc("dense peak by dtype", default_factory=dict)
     matmul_flops_per_s: dict[str, Fact] = field_doc("highest rate a matrix product was seen to reach, by dtype",
                                                     default_factory=dict)  # fmt: skip
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether torch drives it by CUDA or ROCm, or would by XPU; told by the vendor's name."""
+        return any(name in self.name for name in GPU_NAMES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 from cluster.sandbox import why_not
+from cluster.state import JobError
 
 EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb",
           "kubernetes": "cluster"}  # fmt: skip
 SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
 PROBE_LIMIT_S = 120.0
+RANKS_LIMIT_S = 60.0
 SLOW_IMPORT_S = 20.0
 """A thousand ranks that read an environment from one shared file system take far longer than one does."""
 
@@ -42,7 +44,7 @@ class Finding:
 
 
 def examine(*, deep: bool = False) -> list[Finding]:
-    """Returns what was found, the free space of this folder too; it takes as long as an import of torch.
+    """Returns what was found, the free space of this folder too; it takes as long as a few imports of torch.
 
     With `deep` DeepSpeed trains a step, which takes up to a minute.
     """
@@ -56,7 +58,8 @@ def examine(*, deep: bool = False) -> list[Finding]:
         Finding(subject=f"free space in {Path().absolute()}", found=f"{free / 2**30:.1f} GiB", ok=free > 2**31,
                 advice="" if free > 2**31 else "checkpoints and data need more"),
         _import_time(),
-        _gpu(),
+        (gpu := _gpu()),
+        *_rates(int(gpu.found.split()[0]) if gpu.ok else 0),
         _compiler(),
         *(_package(name, extra) for name, extra in EXTRAS.items()),
         _deepspeed(deep),
@@ -92,6 +95,25 @@ def _gpu() -> Finding:
         return Finding(subject="GPU", found=seen + told, ok=True)
     return Finding(subject="GPU", found=f"torch sees none{told}", ok=False if driver else None,
                    advice="a newer driver, or torch's wheel for this one" if driver else "")  # fmt: skip
+
+
+def _rates(gpus: int) -> list[Finding]:
+    """Has a rank for each GPU, or two on the CPU, multiply matrices and add up a tensor over all of them."""
+    from kit.measure.site import by_ranks
+
+    ranks, what = (gpus, "GPU ranks over NCCL") if gpus else (2, "processes over gloo")
+    try:
+        seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
+    except (RuntimeError, JobError) as error:
+        last = str(error).strip().splitlines()[-1]
+        advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else "pip install -e . again; no run of several ranks works"
+        return [Finding(subject="matrix product, all-reduce", found=f"{ranks} {what} failed: {last}", ok=False,
+                        advice=advice)]  # fmt: skip
+    rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]
+    told = f"{rate / 1e12:.3g} TFLOP/s in {seen['dtype']}, the slower of {ranks} {what}"
+    summed = f"right, {sent / 1e9:.3g} GB/s sent by each of {ranks} {what}" if sent else "one GPU has none to add to"
+    return [Finding(subject="matrix product", found=told, ok=True),
+            Finding(subject="all-reduce", found=summed, ok=True if sent else None)]  # fmt: skip
 
 
 def _compiler() -> Finding:

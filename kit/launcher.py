@@ -18,6 +18,8 @@ from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
 from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.measure.device import DeviceName, on_device
+from kit.measure.gemm import measured_site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -32,13 +34,15 @@ def launch(
     plan: Plan,
     recipe: Recipe,
     site: Site | str = "laptop",
+    device: DeviceName | None = None,
     time_limit_s: float | None = None,
 ) -> Run:
     """Returns a run whose job has started, or waits in its site's queue; it goes on when this process ends.
 
     The directory is a new one, or that of a run of the same model and recipe, which continues from its last checkpoint,
-    if need be with another plan. `time_limit_s` is that of one job, by default as long as the site gives; a longer run
-    comes back until it is done.
+    if need be with another plan. `device` is where the ranks of this machine compute, as `on_device` says; the site of
+    the run keeps it. `time_limit_s` is that of one job, by default as long as the site gives; a longer run comes back
+    until it is done.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
@@ -50,6 +54,7 @@ def launch(
     site = Site.load(site) if isinstance(site, str) else site
     recipe = located(recipe)
     plan.check(spec)
+    site = on_device(site, plan, device)
     check_engine(plan)
     check_guard(recipe, plan)
     check_data(spec, plan, recipe)
@@ -65,9 +70,14 @@ def launch(
 
 
 def resume(
-    directory: str | Path, *, plan: Plan | None = None, num_steps: int | None = None, time_limit_s: float | None = None
+    directory: str | Path,
+    *,
+    plan: Plan | None = None,
+    num_steps: int | None = None,
+    device: DeviceName | None = None,
+    time_limit_s: float | None = None,
 ) -> Run:
-    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or another.
+    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or device or others.
 
     Raises:
         As `launch`.
@@ -77,9 +87,10 @@ def resume(
         raise RunError(f"{run.directory}: it was imported from a log, so there is no checkpoint to go on from. "
                        f"Launch a run of its model and plan in another directory.")  # fmt: skip
     recipe = run.recipe if num_steps is None else run.recipe.replace(num_steps=num_steps)
-    return launch(
-        run.directory, spec=run.spec, plan=plan or run.plan, recipe=recipe, site=run.site, time_limit_s=time_limit_s
-    )
+    plan, site = plan or run.plan, run.site
+    if device is not None and (site := on_device(site, plan, device)) is not run.site:
+        site = measured_site(site, plan.precision)
+    return launch(run.directory, spec=run.spec, plan=plan, recipe=recipe, site=site, time_limit_s=time_limit_s)
 
 
 def submit(run: Run, time_limit_s: float | None = None) -> Run:

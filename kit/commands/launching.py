@@ -19,8 +19,9 @@ from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.commands.options import MinutesOption, RunArgument, SetOption, console, hint, parse_settings
+from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
 from kit.errors import ConfigError, DataError, RunError
+from kit.measure.device import on_device
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -48,6 +49,7 @@ def launch(
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
     site: Annotated[str, typer.Option(help="where: a name or a .toml file")] = "laptop",
     measure_peak: Annotated[bool, typer.Option(help="time matrix products first, so that MFU is known")] = True,
+    device: DeviceOption = None,
     minutes: MinutesOption = None,
     show: Annotated[
         bool, typer.Option("--show", help="print all scripts, and what is still to fill in; start and write nothing")
@@ -58,6 +60,7 @@ def launch(
     place, changes = Site.load(site), parse_settings(settings)
     asked = ask_for(model, recipe, plan, {"data": data and str(data), "num_steps": steps}, changes)
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
+    place = on_device(place, asked.plan, device)
     time_limit_s = _seconds(minutes)
     if show:
         is_own = site.endswith(".toml")
@@ -69,18 +72,19 @@ def launch(
     chosen = Recipe.from_dict(asked.fields)
     _tell_epochs(asked, chosen)
     with told_if_interrupted(run):
-        if place.scheduler == "local" and measure_peak and place.peak_flops_per_s(asked.plan.precision) is None:
+        if measure_peak:
             place = _measured(place, asked.plan, run)
         started = launcher.launch(
             run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s
         )
-    hint(f"Started {_processes(asked.plan)}. Watch:", "watch", started.directory)
+    hint(f"Started {_processes(asked.plan)}{_where(place)}. Watch:", "watch", started.directory)
 
 
 @app.command()
 def resume(
     run: RunArgument,
     steps: Annotated[int | None, typer.Option(help="new total of optimizer steps")] = None,
+    device: DeviceOption = None,
     minutes: MinutesOption = None,
     settings: SetOption = None,
 ) -> None:
@@ -88,8 +92,8 @@ def resume(
     plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
     limit_s = _seconds(minutes)
     with told_if_interrupted(run):
-        started = launcher.resume(run, plan=plan, num_steps=steps, time_limit_s=limit_s)
-    hint(f"Started {_processes(plan)}. Watch:", "watch", started.directory)
+        started = launcher.resume(run, plan=plan, num_steps=steps, device=device, time_limit_s=limit_s)
+    hint(f"Started {_processes(plan)}{_where(started.site)}. Watch:", "watch", started.directory)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,6 +215,10 @@ def _processes(plan: Plan) -> str:
     return counted(plan.num_devices, "process", "processes")
 
 
+def _where(site: Site) -> str:
+    return f", on {site.device.name} each" if site.scheduler == "local" else ""
+
+
 def _seconds(minutes: float | None) -> float | None:
     """Returns a time limit in seconds; raises ConfigError for one that is no time."""
     if minutes is not None and not 0 < minutes < math.inf:
@@ -250,8 +258,11 @@ def _tell_epochs(asked: Asked, recipe: Recipe) -> None:
 
 
 def _measured(site: Site, plan: Plan, run: Path) -> Site:
+    """Returns a local site with its peak, measured if nobody has given it; another site as it is."""
     from kit.measure.gemm import is_settled, measured_site
 
+    if site.scheduler != "local" or site.peak_flops_per_s(plan.precision) is not None:
+        return site
     PlainConsole(stderr=True).print("Measuring this machine's matrix products, for MFU ...")
     site = measured_site(site, plan.precision)
     if not is_settled(site.device.peak_flops_per_s[plan.precision]):

@@ -11,10 +11,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kit.errors import ConfigError, kit_command
+from kit.measure.device import DeviceName
 from kit.show.terminal import PlainConsole, Table
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory", metavar="RUN")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
+DeviceOption = Annotated[
+    DeviceName | None, typer.Option(help="of ranks on this machine; default: its GPUs, where there is one for each")
+]
 MinutesOption = Annotated[
     float | None, typer.Option(help="time limit of one job; on a cluster a longer run comes back")
 ]

@@ -20,10 +20,6 @@ JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
 """Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM PR 1006)."""
 
 
-GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
-"""One of them is in the name of a site's device if that is a GPU."""
-
-
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
     """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it computes on.
 
@@ -52,20 +48,21 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 
 def _has_gpu(site: Site | None) -> bool:
-    """Whether this rank computes on a GPU; on a machine of fewer GPUs than ranks none does, since NCCL refuses that."""
+    """Whether this rank computes on a GPU; on this machine, whether the site says so, whose peak MFU is judged by."""
     # The count alone may come from the driver's own library, though the driver is too old for torch.
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_local = site is not None and site.scheduler == "local"
     # Elsewhere a scheduler may show each rank its own device only.
-    too_few = site is not None and site.scheduler == "local" and ranks > gpus
-    if site is not None and (too_few or not gpus) and any(name in site.device.name for name in GPU_NAMES):
+    if site is not None and site.device.is_gpu and gpus < (ranks if is_local else 1):
         raise ConfigError(
             f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus} here for {ranks} "
-            f"ranks. Check the driver and torch's wheel (`kit doctor`), start fewer ranks, or use site 'laptop'."
+            f"ranks. Check the driver and torch's wheel (`kit doctor`), start fewer ranks, or give --device cpu."
         )
-    if gpus and too_few and os.environ["RANK"] == "0":
-        print(f"WARNING: {ranks} ranks but {gpus} GPU(s) here: all ranks compute on the CPU, over gloo", flush=True)
-    return gpus > 0 and not too_few
+    on_cpu = site is not None and is_local and not site.device.is_gpu
+    if gpus and on_cpu and os.environ["RANK"] == "0":
+        print(f"WARNING: {ranks} ranks, {gpus} GPU(s) here: all ranks compute on the CPU, over gloo", flush=True)
+    return gpus > 0 and not on_cpu
 
 
 def control_group() -> Any:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from cluster.site import Fact, Site
+from kit.measure.device import torch_device
 
 SIZE = 512
 """Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a core's own cache."""
@@ -13,9 +14,9 @@ AGREE = 0.03
 
 
 def measure_gemm_flops_per_s(
-    dtype: str, *, seconds: float = 1.0, clock: Callable[[], float] = time.perf_counter
+    dtype: str, *, device: str | None = None, seconds: float = 1.0, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the best rate of a square matrix product on one CPU core, or on the current accelerator, in FLOP/s.
+    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s; by default a GPU if there is.
 
     The best of many short runs on a single thread, as many as fit into `seconds` on the wall, each timed by `clock`: a
     peak is what the device can do when nothing disturbs it.
@@ -24,15 +25,15 @@ def measure_gemm_flops_per_s(
 
     from kit.measure.timing import best_within, one_thread
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = SIZE if device.type == "cpu" else 16 * SIZE
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    size = SIZE if device == "cpu" else 16 * SIZE
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
     with one_thread():
         return 2 * size**3 / best_within(seconds, lambda: torch.matmul(a, b), clock)
 
 
-def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None) -> Fact:
+def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None, device: str = "cpu") -> Fact:
     """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of one device.
 
     On a CPU a product is timed by its thread's own clock, which stands still while other processes have the core. What
@@ -41,7 +42,7 @@ def measure_peak(dtype: str, round_rate: Callable[[], float] | None = None) -> F
     """
     rates = []
     while len(rates) < ROUNDS and not (len(rates) > 1 and _spread(rates) <= AGREE):
-        rates.append((round_rate or _round(dtype))())
+        rates.append((round_rate or _round(dtype, device))())
     how = f"best {dtype} matrix product on one device, {len(rates)} rounds"
     fact = Fact(value=max(rates), source=f"measured on this machine: {how}", error=min(1.0, _spread(rates)))
     return fact if is_settled(fact) else fact.replace(source=f"{fact.source}, no two agree: it was too busy")
@@ -53,16 +54,14 @@ def is_settled(peak: Fact) -> bool:
 
 
 def measured_site(site: Site, dtype: str = "fp32") -> Site:
-    """Returns a local site with the peak of one device set to this machine's measured matrix-product rate."""
-    peak = measure_peak(dtype)
+    """Returns a local site with the peak of one device set to the matrix-product rate that it reaches here."""
+    peak = measure_peak(dtype, device=torch_device(site))
     return site.with_measured_peak(dtype, peak.value, peak.source, peak.error)
 
 
-def _round(dtype: str) -> Callable[[], float]:
-    import torch
-
-    clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
-    return lambda: measure_gemm_flops_per_s(dtype, seconds=ROUND_S, clock=clock)
+def _round(dtype: str, device: str) -> Callable[[], float]:
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    return lambda: measure_gemm_flops_per_s(dtype, device=device, seconds=ROUND_S, clock=clock)
 
 
 def _spread(rates: list[float]) -> float:

@@ -3,12 +3,16 @@
 One slow node slows all of them, and nothing in a step time says which. `check_nodes` names it: by a matrix product on
 each rank, and by exchanges between neighbours in a ring of nodes, two for each node, of which the better one counts, so
 that a slow node does not drag its neighbours down with it.
+
+`python -m kit.measure.node_check --out FILE` as the command of several ranks writes what they were seen to do.
 """
 
+import argparse
 import dataclasses
 import os
 import socket
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +22,10 @@ import torch.distributed as dist
 
 from cluster.record import Record, field_doc
 from cluster.site import Fact, Site
+from kit.engines.process_group import start_process_group
 from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.measure.timing import timed
+from kit.parallel.groups import part
 
 SLOW_COMPUTE, SLOW_LINK = 0.75, 0.5
 """Share of the median of all nodes below which a node is called slow; links differ more than chips do."""
@@ -173,3 +179,29 @@ def _message_bytes(device: torch.device) -> int:
 def _spread(rates: list[float]) -> float:
     median = statistics.median(rates)
     return min(1.0, max(abs(rate - median) for rate in rates) / median)
+
+
+def main() -> int:
+    """Runs one rank; rank 0 writes the report.
+
+    Raises:
+        RuntimeError: a sum over the ranks is wrong.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kit.measure.node_check", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    options = parser.parse_args()
+    device = start_process_group()
+    ones = torch.ones(2, device=device)
+    dist.all_reduce(ones)
+    if ones.tolist() != 2 * [dist.get_world_size()]:
+        raise RuntimeError(f"an all-reduce of ones over {dist.get_world_size()} ranks gave {ones.tolist()}")
+    report = check_nodes(device, "fp32" if device.type == "cpu" else "bf16")
+    if dist.get_rank() == 0:
+        report.write(options.out)
+    part()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
 from cluster.state import last_attempt, read_state
 from kit.errors import RunError
+from kit.measure.device import torch_device
 from kit.measure.gemm import is_settled, measure_peak, measured_site
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
@@ -48,7 +50,7 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
     return site.replace(device=site.device.replace(memory_bytes_per_s=bandwidth), links=Links(intra_node=links))
 
 
-def remeasure(run: Run, measure: Callable[[str], Fact] = measure_peak) -> dict[str, tuple[Fact | None, Fact]]:
+def remeasure(run: Run, measure: Callable[[str], Fact] | None = None) -> dict[str, tuple[Fact | None, Fact]]:
     """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old and new of each.
 
     Raises:
@@ -67,6 +69,7 @@ def remeasure(run: Run, measure: Callable[[str], Fact] = measure_peak) -> dict[s
             f"give the peak by hand: device.peak_flops_per_s in its site.json."
         )
     site, found = run.site, {}
+    measure = measure or partial(measure_peak, device=torch_device(site))
     for dtype in sorted({plan.precision for plan in (run.plan, *run.plans().values())}):
         old, new = site.device.peak_flops_per_s.get(dtype), measure(dtype)
         if not is_settled(new) and old is not None and new.value <= old.value:
@@ -114,20 +117,24 @@ def to_toml(site: Site) -> str:
 
 
 def collectives(num_processes: int) -> list[dict]:
-    """Returns the rows of `kit.measure.collectives` over processes of this machine.
+    """Returns the rows of `kit.measure.collectives` over processes of this machine; errors as `by_ranks`."""
+    return by_ranks("kit.measure.collectives", num_processes)
+
+
+def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
+    """Returns what a module of this package measures with several processes of this machine, as JSON has it.
 
     Raises:
-        RuntimeError: a process failed; with its last words.
+        RuntimeError: a process failed, or they were not done in time; with the last words of the first.
     """
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
-        out = Path(folder) / "collectives.json"
-        argv = (sys.executable, "-m", "kit.measure.collectives", "--out", str(out))
-        job = cluster.local.submit(
-            JobSpec(name="collectives", run_dir=f"{folder}/job", argv=argv, num_processes=num_processes)
-        )
-        status = job.wait(300)
+        out = Path(folder) / "measured.json"
+        argv = (sys.executable, "-m", module, "--out", str(out))
+        asked = JobSpec(name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes)
+        job = cluster.local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
+        status = job.wait()
         if status.state != "done":
-            raise RuntimeError(f"collectives: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")
+            raise RuntimeError(f"{module}: {status.state}: {status.reason}\n{job.logs(0)[-2000:]}")
         return json.loads(out.read_text())
 
 

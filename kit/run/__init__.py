@@ -105,9 +105,10 @@ class Run:
         return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}
 
     def other_sites(self) -> dict[int, Site]:
-        """Returns the site of each attempt on another one than the newest, whose site.json may be corrected later."""
+        """Returns the sites of attempts on another device than the newest's, whose site.json may be corrected later."""
         sites = ((attempt, Site.read(file)) for attempt, file in self._of_attempts("site"))
-        return {attempt: site for attempt, site in sites if site.name != self.site.name}
+        here = self.site.name, self.site.device.name
+        return {attempt: site for attempt, site in sites if (site.name, site.device.name) != here}
 
     def _of_attempts(self, record: str) -> list[tuple[int, Path]]:
         files = sorted(self.directory.glob(f"{record}.attempt_*.json"))

@@ -79,6 +79,7 @@ def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
     found = {each["subject"]: each for each in json.loads(_kit("doctor", "--deep", "--json", folder=tmp_path).stdout)}
     seconds = re.search(r"imported in ([\d.]+) s", found["torch"]["found"])
     assert seconds and found["torch"]["ok"] == (float(seconds[1]) < SLOW_IMPORT_S), "a busy machine is told that it is"
+    assert found["matrix product"]["ok"] and found["all-reduce"]["found"].startswith("right, ")
     assert found["optuna"]["ok"] and found["Python"]["found"].startswith("3.1")
     if find_spec("deepspeed"):
         assert found["deepspeed"]["ok"] and "made a training step" in found["deepspeed"]["found"], found["deepspeed"]

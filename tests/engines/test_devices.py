@@ -9,8 +9,14 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from kit import doctor
 from kit.engines.process_group import _has_gpu
+from kit.measure.device import DeviceName, on_device
+from kit.plan import Plan
 
 LAPTOP, CLUSTER = Site.load("laptop"), Site.load("perlmutter")
+
+
+def _plan(ranks: int) -> Plan:
+    return Plan(data_parallel=ranks, global_batch_size=ranks)
 
 
 @pytest.fixture
@@ -21,6 +27,9 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="Tesla T4", total_memory=2)
+        )
         monkeypatch.setenv("RANK", "0")
 
     return become
@@ -34,11 +43,55 @@ def test_doctor_tells_what_torch_sees(machine, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() == "2 x NVIDIA H100, NCCL 2.27.3"
 
 
+def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
+    """On a machine of GPUs the ranks are theirs; one GPU has no all-reduce to try."""
+    node = {"nodes": [{"matmul_flops_per_s": 7e14}], "dtype": "bf16"}
+    for gpus, sent in ((1, None), (8, 2e11)):
+        seen = {gpus: {**node, "all_reduce_bytes_per_s": sent}}
+        monkeypatch.setattr("kit.measure.site.by_ranks", lambda module, ranks, limit_s, seen=seen: seen[ranks])
+        product, summed = doctor._rates(gpus)
+        assert product.ok and "700 TFLOP/s in bf16" in product.found
+        assert summed.ok is (True if sent else None) and ("200 GB/s" in summed.found) is (gpus == 8)
+
+    def fail(*_):
+        raise RuntimeError("failed: rank 1\nncclSystemError: no link")
+
+    monkeypatch.setattr("kit.measure.site.by_ranks", fail)
+    (finding,) = doctor._rates(8)
+    assert finding.ok is False and finding.found.endswith("no link") and "NCCL_DEBUG" in finding.advice
+
+
 @pytest.mark.parametrize(("gpus", "ranks", "has"), [(0, 4, False), (1, 1, True), (4, 4, True), (1, 2, False)])
 def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(machine, capsys, gpus, ranks, has):
     machine(gpus, ranks)
-    assert _has_gpu(LAPTOP) is has
-    assert ("2 ranks but 1 GPU(s)" in capsys.readouterr().out) is (0 < gpus < ranks)
+    site = on_device(LAPTOP, _plan(ranks))
+    assert _has_gpu(site) is site.device.is_gpu is has
+    assert ("2 ranks, 1 GPU(s)" in capsys.readouterr().out) is (0 < gpus < ranks)
+
+
+def test_a_device_that_is_asked_for_is_the_one_that_is_judged(machine, capsys):
+    machine(2, 2)
+    measured = LAPTOP.with_measured_peak("fp32", 1e11, "here").replace(devices_per_node=2)
+    assert on_device(measured, _plan(2)) is measured, "its peak is a core's, so it stays on the cores"
+    assert not _has_gpu(measured) and "all ranks compute on the CPU" in capsys.readouterr().out
+    gpu = on_device(measured, _plan(2), "cuda")
+    assert (gpu.device.name, gpu.devices_per_node, gpu.device.peak_flops_per_s) == ("Tesla T4 (GPU)", 2, {})
+    assert _has_gpu(gpu) and on_device(gpu, _plan(2)) is gpu is on_device(gpu, _plan(1), "cuda")
+    assert on_device(gpu, _plan(2), "cpu").device == LAPTOP.device
+
+
+def test_a_device_that_is_not_here_is_refused_before_a_launch(machine):
+    machine(1, 1)
+    gpu = on_device(LAPTOP, _plan(1))
+    asked: list[tuple[Site, DeviceName | None]] = [(LAPTOP, "cuda"), (gpu, None), (gpu, "cuda")]
+    for site, device in asked:
+        with pytest.raises(ConfigError, match="2 ranks .* sees 1 here"):
+            on_device(site, _plan(2), device)
+    with pytest.raises(ConfigError, match="--device cpu: .* 'perlmutter' .*NVIDIA A100"):
+        on_device(CLUSTER, _plan(4), "cpu")
+    assert on_device(CLUSTER, _plan(4)) is CLUSTER
+    with pytest.raises(ConfigError, match="'tpu' is not allowed"):
+        on_device(LAPTOP, _plan(1), "tpu")  # type: ignore[arg-type]
 
 
 def test_a_scheduler_may_show_each_rank_one_gpu(machine):

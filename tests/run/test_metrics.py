@@ -27,10 +27,13 @@ def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True
     return Metrics.read(file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site)
 
 
-def test_each_attempt_has_the_peak_of_the_site_that_it_ran_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["site", "device"])
+def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, other: str) -> None:
     run = recorded_run(tmp_path / "run", steps=40, second_attempt_at=20)
     first, before = run.metrics()["attempt"] == 1, run.metrics().mfu()
-    away = Site.load("laptop").replace(name="elsewhere")
+    away = Site.load("laptop")
+    gpu = away.device.replace(name="NVIDIA H100 (GPU)")
+    away = away.replace(name="elsewhere") if other == "site" else away.replace(device=gpu)
     away.with_measured_peak("fp32", 4e11, "test").write(run.directory / "site.attempt_01.json")
     run.site.with_measured_peak("fp32", 9e11, "before it was corrected").write(run.directory / "site.attempt_02.json")
     mfu = run.metrics().mfu()
