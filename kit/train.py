@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from cluster.record import ConfigError, write_atomic
-from cluster.state import JobError, JobState, update_state
+from cluster.state import JobError, JobState, log_path, update_state
+from kit.engines import gpu_runtime
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = Run.open(directory)
         run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
+        gpu_runtime.prepare(log_path(run.directory, attempt, 0).parent)
         device = start_process_group(run.plan.engine, run.site)
         if run.plan.engine == "neuron" and is_compile_phase():
             print(record_graphs(run, device), flush=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import resource
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, training_samples
-from kit.engines import LaunchingEngine, ScalingEngine, build_engine
+from kit.engines import LaunchingEngine, ScalingEngine, build_engine, gpu_runtime
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import Run
@@ -24,6 +23,7 @@ from kit.trainer.batches import Batches
 from kit.trainer.checkpoints import engine_checkpoints
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
+from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row, tell_of_compilation
 from kit.trainer.watchdog import Watchdog, patience_s
 
 if TYPE_CHECKING:
@@ -78,7 +78,13 @@ class Trainer:
         asked_s, is_many = self.recipe.hung_after_s, self.plan.num_devices > MANY
         limit_s = None if self.plan.engine == "neuron" else patience_s(asked_s, type(self.recipe).hung_after_s, is_many)
         self.signs = Signs(run.directory, attempt, self.control)
-        self.watchdog = Watchdog(limit_s, rank=self.rank, alive=self.signs.say, silent_ranks=self.signs.silent_ranks)
+        self.watchdog = Watchdog(
+            limit_s, rank=self.rank, alive=self.signs.say, silent_ranks=self.signs.silent_ranks,
+            dump=gpu_runtime.dump_flight_recorder if device.type == "cuda" else None,
+        )  # fmt: skip
+        if limit_s is not None:
+            tell_of_compilation(self.watchdog)
+        self.probe = SpeedProbe(device) if device.type == "cuda" else None
         self.last_beat = float("-inf")
         self.is_stopped = False
 
@@ -139,6 +145,10 @@ class Trainer:
         result = self.begin_step(samples, learning_rate)
         if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
             self.work_s = loaded - start + time.thread_time() - computing
+        elif self.probe:
+            self.work_s = self.probe.look()
+        if self.is_ahead:
+            collect_garbage(self.step)
         self.step += 1
         self.consumed += self.plan.global_batch_size
         self.launched.append(Launched(self.step, start, learning_rate, result))
@@ -148,6 +158,8 @@ class Trainer:
         while len(self.launched) > but:
             row = self._row(self.launched.popleft())
             self.rows.append(row)  # first: where its answer ends the run, it is in the metrics all the same
+            if not self.watchdog.has_begun:
+                gpu_runtime.shorten_timeouts(self.watchdog.limit_s)
             self.finished = row["step"]
             self.watchdog.step_done(self.finished, self.step_time_s)
             self.signs.step_done(self.finished, self.step_time_s, self.work_s)
@@ -169,7 +181,7 @@ class Trainer:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": launched.learning_rate,
-            "memory_bytes": _memory_bytes(self.device),
+            **memory_row(self.device),
             **scaling,
         }
 
@@ -245,12 +257,3 @@ class Trainer:
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    """Returns the peak memory of this rank: of the device if it tells, or resident memory of the process on a CPU."""
-    if device.type == "xla":
-        return None
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

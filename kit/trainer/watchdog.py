@@ -19,7 +19,9 @@ TICK_S = 0.5
 STEPS, REMEMBERED = 10, 20
 """A step may take this many times the longest of so many before it, however short the limit."""
 OTHERS_WAIT_S = 5.0
-"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself."""
+"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a GPU rank 0 too lets
+the others dump their collectives first."""
+DUMP_WAIT_S = 2.0
 SAY_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
 
@@ -41,23 +43,35 @@ class Watchdog:
         rank: of this process.
         alive: called while a step is late: says that this process still answers.
         silent_ranks: returns those that did not say so lately, given the seconds, or None where that is not known.
+        dump: leaves what this process knows of its last collectives.
     """
 
     def __init__(
         self, limit_s: float | None, *, rank: int, alive: Callable[[], None],
-        silent_ranks: Callable[[float], list[int] | None],
+        silent_ranks: Callable[[float], list[int] | None], dump: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.limit_s, self.rank, self.alive, self.silent_ranks = limit_s, rank, alive, silent_ranks
+        self.limit_s, self.rank, self.alive, self.silent_ranks, self.dump = limit_s, rank, alive, silent_ranks, dump
         self.times: deque[float] = deque(maxlen=REMEMBERED)
         self.silent_s, self.step, self.is_paused = 0.0, 0, False
+        self.has_begun, self.is_compiling, self.has_compiled = False, False, False
         self.ended = threading.Event()
         if limit_s is not None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def step_done(self, step: int, step_time_s: float) -> None:
-        """Begins to wait for the next step; the first, which may compile, is not waited for."""
-        self.times.append(step_time_s)
+        """Begins to wait for the next step; the first is not waited for, and tells as little as any that compiled."""
+        if self.has_begun and not self.has_compiled:
+            self.times.append(step_time_s)
         self.step, self.silent_s = step, 0.0
+        self.has_begun, self.has_compiled = True, False
+
+    def compile_begins(self, *_: object) -> None:
+        """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape, say."""
+        self.is_compiling = self.has_compiled = True
+
+    def compile_ends(self, *_: object) -> None:
+        """Begins to wait anew."""
+        self.silent_s, self.is_compiling = 0.0, False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -73,18 +87,20 @@ class Watchdog:
         self.ended.set()
 
     def _watch(self) -> None:
-        began, saying = time.monotonic(), None
+        began, saying, dumping = time.monotonic(), None, None
         while not self.ended.wait(TICK_S):
             now = time.monotonic()
             self.silent_s += min(now - began, 2 * TICK_S)
             began = now
-            if self.is_paused or not self.times or self.limit_s is None:
+            if self.is_paused or self.is_compiling or not self.has_begun or self.limit_s is None:
                 self.silent_s = 0.0
                 continue
-            limit_s = max(self.limit_s, STEPS * max(self.times))
+            limit_s = max(self.limit_s, STEPS * max(self.times, default=0.0))
             if self.silent_s > limit_s / 2 and not (saying and saying.is_alive()):
                 saying = _start(self._say_alive)
-            if self.silent_s > limit_s + (OTHERS_WAIT_S if self.rank else 0):
+            if self.silent_s > limit_s and self.dump and not dumping:
+                dumping = _start(self.dump)  # all ranks, before the first of them ends the others
+            if self.silent_s > limit_s + (OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0):
                 _start(self._say_why, limit_s).join(SAY_WAIT_S)
                 os._exit(1)
 

@@ -35,3 +35,37 @@ def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
     assert time.monotonic() - start < 10
     text = (tmp_path / "log").read_text()
     assert said in text and bool(text) == (silent != "hangs")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank):
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    monkeypatch.setattr(watchdog, "DUMP_WAIT_S", 0.2)
+    monkeypatch.setattr(watchdog, "OTHERS_WAIT_S", 0.4)
+    if (pid := os.fork()) == 0:
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), 2)
+        watchdog.faulthandler.dump_traceback = lambda **_: None
+        dog = Watchdog(
+            0.1, rank=rank, alive=lambda: None, silent_ranks=lambda for_s: [],
+            dump=lambda: (tmp_path / f"trace{len(list(tmp_path.iterdir()))}").touch() or time.sleep(30),
+        )  # fmt: skip
+        dog.step_done(1, 100.0)  # it compiled
+        time.sleep(30)
+        os._exit(0)
+    start = time.monotonic()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert time.monotonic() - start < 10, "the first step's duration makes nobody wait"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "trace1"]
+
+
+def test_nothing_is_late_while_torch_compiles(monkeypatch):
+    monkeypatch.setattr(watchdog, "TICK_S", 0.02)
+    if (pid := os.fork()) == 0:
+        watchdog.faulthandler.dump_traceback = lambda **_: None
+        dog = Watchdog(0.2, rank=0, alive=lambda: None, silent_ranks=lambda for_s: [])
+        dog.step_done(1, 0.001)
+        dog.compile_begins()
+        time.sleep(1)
+        dog.compile_ends()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -1,0 +1,159 @@
+"""What is done beside the steps on a GPU, with one that pretends; and that no tensor waits for the collector."""
+
+import gc
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.callback import callback_handler
+
+from kit.engines import gpu_runtime
+from kit.run.metrics import Metrics
+from kit.spec import ModelSpec
+from kit.trainer import upkeep
+from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row, tell_of_compilation
+from kit.trainer.watchdog import Watchdog
+from tests.monitor.recorded import recorded_run
+from tests.parity import batches, build, make_plan
+from tests.workers import run_ranks
+
+
+def tensors_in_cycles(spec: ModelSpec, recompute: str) -> int:
+    """Returns how many tensors are alive after a few steps only because they are part of cycles."""
+    plan = make_plan({"recompute": recompute})
+    engine = build(spec, plan)
+    samples = batches(spec, plan, 0)[0]
+    engine.train_step(samples, 1e-3)
+    gc.collect()
+    gc.disable()
+    before = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+    for _ in range(3):
+        engine.train_step(samples, 1e-3)
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) - before
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_op. is deprecated")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_no_tensor_waits_for_pythons_collector(llama_spec, recompute):
+    assert run_ranks(1, tensors_in_cycles, llama_spec, recompute) == [0]
+
+
+def test_garbage_is_collected_at_the_same_steps_also_after_a_save_has_turned_the_collector_on(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", collected.append)
+    try:
+        for step in range(1, 2 * upkeep.COLLECT_EVERY + 1):
+            collect_garbage(step)
+            assert not gc.isenabled() or step == upkeep.COLLECT_EVERY
+            if step == upkeep.COLLECT_EVERY:
+                gc.enable()
+    finally:
+        gc.enable()
+    assert collected == [1, 1]
+
+
+class Event:
+    """A torch.cuda.Event whose work is done after the second look."""
+
+    looks = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        Event.looks += 1
+        return Event.looks > 1
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(upkeep, "PROBE_SIZE", 16)
+    launched, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **named: (launched.append(1), mm(*given, **named))[1])
+    probe = SpeedProbe(torch.device("cpu"))
+    assert [probe.look(), probe.look()] == [None, None], "launched, and not there yet"
+    seconds = probe.look()
+    assert seconds is not None and 0 < seconds < 1
+    assert probe.look() == seconds and len(launched) == upkeep.PROBE_PARTS * upkeep.PROBE_PRODUCTS
+    probe.asked_at -= upkeep.PROBE_EVERY_S
+    probe.look()
+    assert len(launched) == 2 * upkeep.PROBE_PARTS * upkeep.PROBE_PRODUCTS
+
+
+def test_a_watchdog_hears_of_compilations():
+    watchdog = Watchdog(None, rank=0, alive=lambda: None, silent_ranks=lambda for_s: None)
+    seen = []
+    tell_of_compilation(watchdog)
+    begun, ended = callback_handler.start_callbacks[-1], callback_handler.end_callbacks[-1]
+    try:
+
+        def backend(graph, _):
+            seen.append(watchdog.is_compiling)
+            return graph.forward
+
+        doubled = torch.compile(lambda x: 2 * x, backend=backend, dynamic=False)
+        for size, compiles in ((3, True), (3, False), (5, True)):
+            assert doubled(torch.ones(size)).sum() == 2 * size
+            assert watchdog.has_compiled == compiles and not watchdog.is_compiling
+            watchdog.step_done(1, 60.0 if compiles else 1.0)
+    finally:
+        callback_handler.remove_start_callback(begun)
+        callback_handler.remove_end_callback(ended)
+        torch._dynamo.reset()
+    assert seen == [True, True] and list(watchdog.times) == [1.0], "what compiles tells nothing of a step's time"
+
+
+def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", gpu_runtime.TRACE_FILE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu_runtime.prepare(tmp_path)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    gpu_runtime.prepare(tmp_path)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would come before what the user has set"
+
+
+def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
+    monkeypatch.delenv(gpu_runtime.TRACE_FILE, raising=False)
+    monkeypatch.setattr(gpu_runtime.c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    monkeypatch.setattr(gpu_runtime.dist, "get_rank", lambda: 3)
+    gpu_runtime.prepare(tmp_path)
+    gpu_runtime.dump_flight_recorder()
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("nccl_trace_rank_3", b"trace")]
+
+
+@pytest.mark.parametrize(("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)])
+def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_after_s, waits_s):
+    given = []
+    backend = SimpleNamespace(_set_default_timeout=given.append)
+    both = SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda _: backend)
+    monkeypatch.setattr(
+        gpu_runtime, "_world", SimpleNamespace(pg_map=[both, SimpleNamespace(_device_types=[torch.device("cpu")])])
+    )
+    gpu_runtime.shorten_timeouts(hung_after_s)
+    assert given == ([timedelta(seconds=waits_s)] if waits_s else [])
+
+
+def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
+    stats = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    row = memory_row(torch.device("cuda"))
+    assert row == {"memory_bytes": 5, "reserved_bytes": 7, "allocation_retries": 2}
+    run = recorded_run(tmp_path / "run", steps=3)
+    file = run.directory / "metrics.jsonl"
+    file.write_text(file.read_text().replace("}\n", ', "reserved_bytes": 7, "allocation_retries": 2}\n'))
+    metrics: Metrics = run.metrics()
+    assert metrics["reserved_bytes"].tolist() == [7] * 3 and metrics["allocation_retries"].tolist() == [2] * 3
