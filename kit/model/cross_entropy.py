@@ -1,9 +1,10 @@
 """The loss of the output projection, a chunk of tokens at a time, so that not all logits exist at once.
 
 Logits of 16,384 tokens over a vocabulary of 50,000 are 11 GB with their copies, more than the rest of a small model.
-Shape letters: N tokens, H hidden, V vocabulary.
+Shape letters: N tokens, R tokens of a chunk, H hidden, V vocabulary.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-LOGITS_AT_ONCE = 2**25
-"""128 MiB in fp32: enough rows to keep a GPU busy (670 at a vocabulary of 50,000), little beside its memory."""
+from kit.plan import logits_at_once
 
 
 def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> Tensor:
@@ -30,19 +30,24 @@ def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) ->
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, gradients: bool) -> Tensor:
-        rows = max(1, LOGITS_AT_ONCE // len(weight_VH))
+        rows = _rows(len(weight_VH), x_NH.device)
         dx_NH, dweight_VH = torch.empty_like(x_NH if gradients else x_NH[:0]), None
         loss = x_NH.new_zeros((), dtype=torch.float32)
         for start in range(0, len(x_NH), rows):
             chunk = slice(start, start + rows)
-            log_p_RV = F.linear(x_NH[chunk], weight_VH).log_softmax(-1, dtype=torch.float32)
-            loss -= log_p_RV.gather(1, targets_N[chunk, None]).sum()
+            logits_RV = F.linear(x_NH[chunk], weight_VH)
+            log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
+            log_p_R1 = log_p_RV.gather(1, targets_N[chunk, None])
+            loss -= log_p_R1.sum()
             if gradients:
-                d_RV = _by_logits(log_p_RV, targets_N[chunk], len(x_NH)).to(x_NH.dtype)
+                # By the logits, times N: softmax - one-hot, in their memory. Its -(1 - p) is rounded only once.
+                d_RV = torch.exp(log_p_RV, out=logits_RV)
+                d_RV.scatter_(1, targets_N[chunk, None], log_p_R1.expm1().to(d_RV.dtype))
+                del log_p_RV  # which the sum of products has no room for
                 torch.mm(d_RV, weight_VH, out=dx_NH[chunk])
                 dweight_VH = _add_product(dweight_VH, d_RV.T, x_NH[chunk])
                 del d_RV
-            del log_p_RV  # else it lives on beside the next chunk's
+            log_p_RV = logits_RV = None  # else they live on beside the next chunk's
         ctx.gradients = dx_NH, dweight_VH
         return loss / len(x_NH)
 
@@ -50,14 +55,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (dx_NH, dweight_VH), ctx.gradients = ctx.gradients, None  # scaled in place: a second backward pass must fail
-        return dx_NH.mul_(dloss), dweight_VH.mul_(dloss).to(dx_NH.dtype), None, None
+        share = dloss / len(dx_NH)
+        return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None
 
 
-def _by_logits(log_p_RV: Tensor, targets_R: Tensor, count: int) -> Tensor:
-    """Returns the gradient of the mean over `count` tokens by these logits, (softmax - one-hot) / N, in place."""
-    d_RV = log_p_RV.exp_()
-    minus_R1 = d_RV.new_full((len(targets_R), 1), -1.0)
-    return d_RV.scatter_add_(1, targets_R[:, None], minus_R1).div_(count)
+def _rows(vocab_size: int, device: torch.device) -> int:
+    """Returns how many tokens a chunk has."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    rows = max(1, logits_at_once(memory) // vocab_size)
+    return rows - rows % 128 if rows > 128 else rows  # whole tiles of a GPU's matrix product
 
 
 def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> Tensor:
@@ -66,4 +72,19 @@ def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> 
         return left_VR @ right_RH
     if right_RH.dtype in (torch.float32, torch.float64):
         return total_VH.addmm_(left_VR, right_RH)
-    return total_VH.float().add_(left_VR @ right_RH)
+    total_VH = total_VH.float()
+    if _adds_to_fp32(right_RH.device, right_RH.dtype):
+        return torch.addmm(total_VH, left_VR, right_RH, out_dtype=torch.float32, out=total_VH)
+    return total_VH.add_(left_VR @ right_RH)
+
+
+@functools.cache
+def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of this dtype is added to an fp32 sum as it is made: on GPUs, not by every version of torch."""
+    total = torch.ones(16, 16, device=device)
+    ones = total.to(dtype)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return bool((total == 17).all())

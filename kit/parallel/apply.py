@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Module
 
 from kit.model import Decoder, initial_weight
-from kit.parallel.data import needs_sharding, shard
+from kit.parallel.data import needs_sharding, shard, shard_ends
 from kit.parallel.mesh import pipeline_rank
 from kit.parallel.pipeline import stage_indices, stage_layers
 from kit.parallel.tensor import apply_tensor_parallel
@@ -39,7 +39,7 @@ def build_decoders(
                 _materialise(child, spec, f"{name}.", device, seed)
         decoder.tie()
         if needs_sharding(plan):
-            shard(decoder, plan, mesh)
+            shard_ends(decoder, plan, mesh)
         decoders.append(decoder)
     return decoders
 

@@ -4,15 +4,19 @@ ZeRO (arXiv 1910.02054) in terms of fully_shard: weights, gradients and optimize
   0  shard axis of size 1, replicate axis of size data_parallel: gradients are all-reduced
   1  weights are gathered once a step; gradients are summed whole, then reduce-scattered once, at the last micro-batch
   2  as 1, but gradients are reduce-scattered at each micro-batch, so that only a shard of them is ever kept
-  3  as 2, and weights are dropped after each block's forward pass and gathered again for its backward pass
+  3  as 2, and weights are dropped after each block's forward pass and gathered again for its backward pass; those of
+     the output, used last and first, are not
 Under a pipeline, torch sums gradients whole until the last micro-batch for every stage above 0, so 2 keeps what 1 does.
 """
+
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Module
 
+from kit.model import Decoder
 from kit.plan import Plan
 
 
@@ -21,8 +25,22 @@ def needs_sharding(plan: Plan) -> bool:
     return plan.data_parallel > 1 or plan.precision == "bf16"
 
 
-def shard(module: Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Applies fully_shard to one block, or to the whole decoder after its blocks, in place.
+def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
+    """Applies fully_shard to what a decoder has beside its blocks, which have it already, in place.
+
+    Embedding, and norm with output, are gathered and reduced while blocks compute, unless they share a weight.
+    """
+    tied = decoder.spec.tied_embeddings and decoder.embedding is not None and decoder.output is not None
+    if decoder.embedding is not None and not tied:
+        shard(decoder.embedding, plan, mesh)
+        cast(FSDPModule, decoder.embedding).set_unshard_in_backward(False)  # whose gradient needs no weights
+    if decoder.norm is not None and decoder.output is not None and not tied:
+        shard([decoder.norm, decoder.output], plan, mesh, last=True)
+    shard(decoder, plan, mesh, last=True)
+
+
+def shard(module: Module | list[Module], plan: Plan, mesh: DeviceMesh, *, last: bool = False) -> None:
+    """Applies fully_shard to one group of weights, in place; the last one stays gathered for its backward pass.
 
     bf16 casts weights for compute and keeps fp32 master weights, gradients and gradient reduction.
     """
@@ -31,7 +49,7 @@ def shard(module: Module, plan: Plan, mesh: DeviceMesh) -> None:
     if plan.precision == "bf16":
         # Inputs are not cast: the rotary table must stay fp32, and activations are bf16 from the embedding on.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(module, mesh=axes, reshard_after_forward=plan.zero_stage == 3, mp_policy=policy)
+    fully_shard(module, mesh=axes, reshard_after_forward=plan.zero_stage == 3 and not last, mp_policy=policy)
 
 
 def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> None:

@@ -7,7 +7,7 @@ from cluster.render import nodes_for
 from cluster.site import Site
 from kit.estimate.choose.search import Machine
 from kit.estimate.fit.calibrate import published_calibration
-from kit.estimate.theory.activations import ENGINE_KERNELS
+from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, memory
@@ -42,7 +42,7 @@ class Job:
     def machine(self) -> Machine:
         """The site with what published runs tell about it."""
         hardware, calibration = Hardware.of(self.site, "bf16"), published_calibration(self.site)
-        kernels = ENGINE_KERNELS[self.plan.engine]
+        kernels = engine_kernels(self.plan.engine, self.site.device)
         return Machine(site=self.site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
 
     @cached_property

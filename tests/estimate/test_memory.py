@@ -123,7 +123,7 @@ def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recomp
 
 @pytest.mark.parametrize("chunk", [0, 2**18, 2**25])
 def test_loss_of_the_kit(chunk, monkeypatch):
-    monkeypatch.setattr("kit.model.cross_entropy.LOGITS_AT_ONCE", chunk)
+    monkeypatch.setattr("kit.model.cross_entropy.logits_at_once", lambda _memory: chunk)
     spec = ModelSpec.gpt(**SHAPES | dict(num_layers=1, hidden_size=32, vocab_size=8192))
     decoder, tokens = Decoder(spec).to(torch.bfloat16), torch.randint(0, 8192, (2, 64))
     with LiveBytes() as live:

@@ -4,15 +4,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cluster.site import Site
+from kit.estimate.theory.activations import KIT, engine_kernels
 from kit.model import build_decoder
 from kit.model.cross_entropy import chunked_cross_entropy
+from kit.plan import logits_at_once
 
 N, H, V = 50, 16, 300
 
 
 @pytest.fixture(params=[1, 7 * V, N * V, 10**9], ids=["1 row", "7 rows and a rest", "all rows", "more"])
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kit.model.cross_entropy.LOGITS_AT_ONCE", request.param)
+    monkeypatch.setattr("kit.model.cross_entropy.logits_at_once", lambda _memory: request.param)
 
 
 def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -60,3 +63,15 @@ def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
     expected = torch.autograd.grad(F.cross_entropy(logits, tokens[:, 1:].flatten()), list(decoder.parameters()))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
+    """A fraction of the passes over the weight on a large GPU, and never more than a sixteenth of its memory."""
+    assert [logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in (None, 2, 16, 40, 64, 80, 288)] == [
+        25, 25, 26, 27, 28, 28, 28,
+    ]  # fmt: skip
+    assert all(10 * logits_at_once(gb * 1e9) <= gb * 1e9 / 16 for gb in range(6, 300))
+    device = Site.load("dgx-h100").device
+    assert engine_kernels("native", device).chunk_logits == logits_at_once(80e9)
+    assert engine_kernels("native", Site.load("laptop").device) == engine_kernels("native") == KIT
+    assert engine_kernels("deepspeed", device).chunk_logits == 0

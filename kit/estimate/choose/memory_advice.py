@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from cluster.site import Device
 from kit.errors import ConfigError, kit_command
-from kit.estimate.theory.activations import ENGINE_KERNELS
+from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, Convention, memory
 from kit.estimate.theory.out_of_memory import RESERVE
@@ -50,7 +51,8 @@ def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need less, with numbers."""
     device = run.site.device.memory_bytes
     on_cpu = "CPU" in run.site.device.name
-    now, *options = estimated(run.spec, run.plan, [{}, *changes(run.spec, run.plan)], reserved=not on_cpu)
+    tried = [{}, *changes(run.spec, run.plan)]
+    now, *options = estimated(run.spec, run.plan, tried, reserved=not on_cpu, device=run.site.device)
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     limit = device.value if device is not None else None
     fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
@@ -90,7 +92,9 @@ def _stronger(plan: Plan) -> list[str]:
     return modes[modes.index(plan.recompute) + 1 :]
 
 
-def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reserved: bool) -> list[Option]:
+def estimated(
+    spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reserved: bool, device: Device | None = None
+) -> list[Option]:
     """Returns each change with the estimated bytes of the heaviest device.
 
     In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
@@ -99,7 +103,8 @@ def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reser
     is_fp32 = plan.precision == "fp32"
     convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
     reserve = RESERVE if reserved else NO_RESERVE
-    terms = memory(layouts, kernels=ENGINE_KERNELS[plan.engine], convention=convention, reserve=reserve).terms()
+    kernels = engine_kernels(plan.engine, device)
+    terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
     used = sum(np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
                for name, value in terms.items())  # fmt: skip
     return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]

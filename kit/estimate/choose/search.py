@@ -15,7 +15,7 @@ from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate
-from kit.estimate.theory.activations import ENGINE_KERNELS, Kernels
+from kit.estimate.theory.activations import Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import Memory, memory
@@ -203,7 +203,7 @@ def search(
     hardware = Hardware.of(site, "bf16")
     calibration = calibration or calibrate([], site, hardware=hardware)
     engine = engine or site.engine
-    kernels = kernels or ENGINE_KERNELS[engine]
+    kernels = kernels or engine_kernels(engine, site.device)
     machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
     layouts = candidates(spec, num_devices, global_batch_size, engine=engine, only=only, **layout_kernels)
     time_s, used_bytes = machine.evaluate(layouts)

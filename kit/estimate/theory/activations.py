@@ -22,8 +22,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cluster.record import Record, field_doc
+from cluster.site import Device
 from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
-from kit.plan import EngineName
+from kit.plan import EngineName, logits_at_once
 
 _NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
@@ -60,7 +61,7 @@ KIT = Kernels(
     gathered_inputs=True,
     gathered_logits=False,
     logit_bytes=14,
-    chunk_logits=2**25,
+    chunk_logits=logits_at_once(None),
     chunk_logit_bytes=10,
 )
 """The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient. One tensor rank without a
@@ -70,6 +71,13 @@ ENGINE_KERNELS: dict[EngineName, Kernels] = {
     "native": KIT, "deepspeed": KIT.replace(chunk_logits=0), "neuron": MEGATRON,
 }  # fmt: skip
 """Only the native engine computes its loss in chunks; NxD's layers are made after Megatron-LM's."""
+
+
+def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
+    """Returns what an engine keeps, on a CPU unless the device is a GPU."""
+    kernels, memory = ENGINE_KERNELS[engine], device and device.is_gpu and device.memory_bytes
+    return kernels.replace(chunk_logits=logits_at_once(memory.value)) if memory and kernels.chunk_logits else kernels
+
 
 ALEPH_ALPHA = Kernels(
     dropout=False, fused_gate=False, selective="attention", gathered_inputs=True, gathered_logits=True,
@@ -114,8 +122,9 @@ def layer_activations(layouts: Layouts, kernels: Kernels) -> LayerActivations:
     if kernels.selective == "attention":
         again = np.where(flash, 0.0, scores)
         kept = whole - again
-    else:  # kept: input, results of all matrix products (those of row-split ones are whole) and of attention
-        kept = 2 * residual + heads + 4 * h + (2 + 2 * gated) * (f / t) + 4 * a / t
+    else:  # kept: input, results of all matrix products (those of row-split ones whole, and summed) and of attention
+        summed = np.where(t > 1, 4 * residual, 0.0)
+        kept = 2 * residual + heads + 4 * h + summed + (2 + 2 * gated) * (f / t) + 4 * a / t
         again = inputs + norms - shared_input + gated * (2 * h + 2 * key) / t + (2 + 2 * gated) * (f / t)
     none, full = layouts.recompute == _NONE, layouts.recompute == _FULL
     again = np.where(full, whole - shared_input, np.where(none, 0.0, again))
