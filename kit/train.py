@@ -19,6 +19,7 @@ import torch.distributed as dist
 from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.engines import gpu_runtime
+from kit.engines.gpu_kernels import choose_kernels, chosen_kernels
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
 from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         if run.plan.engine == "neuron" and is_compile_phase():
             print(record_graphs(run, device), flush=True)
             return 0
+        choose_kernels(device, run.plan)
         if dist.get_rank() == 0:
             _record_attempt(run, attempt, device)
         if run.plan.engine != "neuron":  # there, every size of a matrix product would be compiled first
@@ -85,7 +87,7 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
 
 def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
-    """Writes plan and site of this attempt, and env.json: versions, host, git commit."""
+    """Writes plan and site of this attempt, and env.json: versions, host, git commit, kernels."""
     import json
 
     run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
@@ -108,6 +110,10 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         "git": commit,
         "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
+    if run.plan.engine != "neuron":
+        facts |= chosen_kernels(run.spec, run.plan, device)
+        if device.type == "cuda" and facts["attention"] == "MATH":
+            print("WARNING: no fused kernel takes this attention: its scores are written out, and slow", flush=True)
     write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
 
 

@@ -263,6 +263,7 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
     _record_attempt(run, 3, torch.device("cpu"))
     facts = json.loads((run.directory / "env.json").read_text())
     assert facts["git"] is None and facts["kit"] is None and facts["attempt"] == 3 and 3 in run.plans()
+    assert (facts["attention"], facts["fp32_products"]) == ("FLASH_ATTENTION", "fp32")
 
 
 def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path, tiny_dataset):

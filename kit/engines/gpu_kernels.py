@@ -1,0 +1,55 @@
+"""Which kernels torch takes: for attention, and for matrix products of what stays fp32."""
+
+import contextlib
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CUDNN_VERSION = 91501
+"""From which cuDNN's attention is taken first on Hopper and Blackwell (compute capability 9.0 and 10.0), as by torch
+2.13 of its own accord (sdp_utils.cpp, check_prefer_cudnn_attention)."""
+_held = contextlib.ExitStack()  # never closed
+
+
+def choose_kernels(device: torch.device, plan: Plan) -> None:
+    """Chooses torch's kernels on a GPU for the life of this process.
+
+    In bf16, matrix products of the few fp32 tensors may round their factors to TF32; a plan in fp32 means fp32.
+    """
+    if device.type != "cuda":
+        return
+    is_nvidia = torch.version.hip is None
+    if plan.precision == "bf16" and is_nvidia:
+        torch.set_float32_matmul_precision("high")
+    cudnn = torch.backends.cudnn.version() if is_nvidia else None
+    _held.enter_context(sdpa_kernel(attention_order(torch.cuda.get_device_capability(device), cudnn), True))
+
+
+def attention_order(capability: tuple[int, int], cudnn: int | None) -> list[SDPBackend]:
+    """Returns torch's kernels of attention, the one to be tried first in front; AMD's GPUs have no cuDNN."""
+    takes_cudnn = capability in ((9, 0), (10, 0)) and cudnn is not None and cudnn >= CUDNN_VERSION
+    return [SDPBackend.CUDNN_ATTENTION, *FUSED] if takes_cudnn else FUSED
+
+
+def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:
+    """Returns the kernels that training this model takes: of attention, as torch answers, and of fp32 products."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
+    q, k = (
+        torch.empty(
+            1,
+            max(1, heads // plan.tensor_parallel),
+            spec.sequence_length,
+            spec.head_size,
+            dtype=dtype,
+            device=device,
+            requires_grad=True,
+        )  # fmt: skip
+        for heads in (spec.num_heads, spec.num_kv_heads)
+    )
+    attention = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape != k.shape)  # type: ignore
+    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return {"attention": SDPBackend(attention).name, "fp32_products": "TF32" if tf32 else "fp32"}
