@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             state = JobState.STOPPING if trainer.is_stopped else JobState.RUNNING  # the supervisor has the last word
             update_state(run.directory, attempt=attempt, state=state, reason=reason, step=trainer.step)
             print(reason, flush=True)
-        part(trainer.control)
+        part()
         if run.plan.engine != "neuron":  # NxD finishes its checkpoints, with the group, when Python ends
             dist.destroy_process_group()
         return 0

@@ -31,7 +31,7 @@ def run_ranks(
 ) -> list[Any]:
     """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here with its traceback.
 
-    `start` joins the process group, and may return another for the ranks to meet in at the end.
+    `start` joins the process group.
     """
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
@@ -62,9 +62,9 @@ def _worker(
 ) -> None:
     become_rank(rank, num_ranks, port)
     try:
-        group = start()
+        start()
         queue.put((rank, function(*args), None))
-        part(group)
+        part()
         dist.destroy_process_group()
     except BaseException:
         queue.put((rank, None, traceback.format_exc()))

@@ -28,14 +28,13 @@ def mha() -> ModelSpec:
     )  # fmt: skip
 
 
-def start_xla() -> Any:
-    """Joins the ranks as `kit.train` does, and returns a group in which they can wait for each other."""
+def start_xla() -> None:
+    """Joins the ranks as `kit.train` does."""
     import logging
 
-    from kit.engines.process_group import control_group, start_process_group
+    from kit.engines.process_group import start_process_group
 
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     start_process_group("neuron")
-    return control_group()
