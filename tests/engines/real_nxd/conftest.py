@@ -3,7 +3,6 @@
 import os
 import sys
 import warnings
-from typing import Any
 
 import pytest
 
