@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc, html_table
 from kit.spec import ModelSpec
@@ -21,7 +21,7 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     """Returns of how many logits the loss is computed at a time on a GPU of so much memory, or on a CPU (none).
 
     Each chunk reads the whole output projection and adds to its gradient. 8,192 tokens over a vocabulary of 128,000 are
-    31 chunks of 2^25 logits, 65 of a step's 217 ms on an H100, but 4 of 2^28. All copies of a chunk (10 bytes a logit)
+    31 chunks of 2^25 logits, on an H100 some 65 ms (modelled) by that alone, but 4 of 2^28. All copies of a chunk (10 bytes a logit)
     take at most a sixteenth of the memory. A CPU gains nothing by larger ones.
     """
     if gpu_bytes is None:
@@ -156,6 +156,16 @@ class Plan(Record):
             if reason:
                 value = getattr(self, name)
                 raise ConfigError(f"plan.{name}: {value!r} is not allowed with engine {self.engine!r}: {reason}.")
+
+    @property
+    def gpu_defaults(self) -> dict[str, Any]:
+        """Fields that such a plan has on GPUs where nobody has said otherwise: bf16, and compiled where that pays.
+
+        Zero-bubble schedules cut each backward pass in two, and compiled blocks then run it twice: half as many matrix
+        products again, counted. For other engines than torch itself nothing is assumed.
+        """
+        cut = self.pipeline_parallel > 1 and self.schedule in ("zero_bubble", "zbv")
+        return {"precision": "bf16", "compile": not cut} if self.engine == "native" else {}
 
     @property
     def num_devices(self) -> int:

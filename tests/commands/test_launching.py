@@ -207,3 +207,23 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
     assert [line.split(" of ")[1] for line in told] == [str(data)] * 2
     for line, count in zip(told, counts, strict=True):
         assert float(line.split()[1]) == pytest.approx(count / windows, rel=0.02)
+
+
+def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path: Path) -> None:
+    batch = {"global_batch_size": 8}
+    assert asked().unsaid == {"precision": "bf16", "compile": True}
+    assert asked().plan.precision == "fp32", "on a CPU it is what it was"
+    assert asked(changes={"plan": {"compile": False}}).unsaid == {"precision": "bf16"}
+    assert asked(changes={"plan": {"compile": True, "precision": "fp32"}}).unsaid == {}
+    assert asked(changes={"plan": {"engine": "deepspeed", "zero_stage": 1}}).unsaid == {}
+    bubble = {**batch, "pipeline_parallel": 2, "virtual_stages": 2, "schedule": "zero_bubble"}
+    assert asked(changes={"plan": bubble}).unsaid == {"precision": "bf16", "compile": False}
+    assert asked(recipe="frontier-22b").unsaid == {}
+    Plan.from_dict(batch).write(tmp_path / "plan.json")
+    assert asked(plan=tmp_path / "plan.json").unsaid == {}
+
+
+@pytest.mark.parametrize("words, said", [([], False), (["--set", "plan.compile=false"], True)])
+def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
+    launch("--site", "perlmutter", "--show", "--set", "plan.recompute=selective", *words)
+    assert ("--set plan.recompute=full" in capsys.readouterr().err) is said

@@ -123,8 +123,9 @@ class Search:
         return rows[np.concatenate(([True], change))][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan for the engine."""
-        return self.layouts.plan(index, self.engine)
+        """Returns one layout as a Plan for the engine, on GPUs with their defaults."""
+        plan = self.layouts.plan(index, self.engine)
+        return plan.replace(**plan.gpu_defaults) if self.machine.site.device.is_gpu else plan
 
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
