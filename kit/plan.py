@@ -21,8 +21,8 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     """Returns of how many logits the loss is computed at a time on a GPU of so much memory, or on a CPU (none).
 
     Each chunk reads the whole output projection and adds to its gradient. 8,192 tokens over a vocabulary of 128,000 are
-    31 chunks of 2^25 logits, on an H100 some 65 ms (modelled) by that alone, but 4 of 2^28. All copies of a chunk (10 bytes a logit)
-    take at most a sixteenth of the memory. A CPU gains nothing by larger ones.
+    31 chunks of 2^25 logits, which costs an H100 some 65 ms (modelled from its bandwidth), but 4 of 2^28. All copies of
+    a chunk (10 bytes a logit) take at most a sixteenth of the memory. A CPU gains nothing by larger ones (measured).
     """
     if gpu_bytes is None:
         return 2**25
