@@ -1,4 +1,4 @@
-"""Commands on what runs have recorded: runs, goodput, export, sink, import."""
+"""Commands on what runs have recorded: runs, explain, goodput, export, sink, import."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ from kit.commands.options import (
     RunArgument,
     SetOption,
     console,
+    facts_table,
     hint,
     parse_settings,
     print_record,
@@ -47,6 +48,31 @@ def runs(
         keep_drawing(lambda: _drawn(runs_table(folder)), console(), every_s=2.0, over=lambda: False)
     else:
         tell(table.to_dicts(), as_json, _drawn(table))
+
+
+@app.command()
+def explain(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Say whether a run is as fast as its plan should be on its site, what would explain it, and what would gain."""
+    from kit.errors import ConfigError
+    from kit.monitor.expected import gains, pace
+
+    opened = Run.open(run)
+    found = pace(opened)
+    try:
+        changes = gains(opened, found.plan)
+    except ConfigError:  # a site of one machine, whose processes share what a site file says of a device
+        changes = []
+    facts = [("pace", found.verdict), *(("or", str(suspect)) for suspect in found.suspects[1:])]
+    facts += [("nearest measured run", str(found.nearest))] if found.nearest else []
+    facts += [("where the time goes", ", ".join(f"{name.replace('_', ' ')} {seconds / found.expected_s:.0%}"
+              for name, seconds in found.terms_s.items() if seconds > 0.01 * found.expected_s))]  # fmt: skip
+    facts += [("a change that gains", f"{words}: {gain:.0%} less time, risk of running out of memory {risk:.1%}")
+              for words, gain, risk in changes]  # fmt: skip
+    facts += [("warning", text) for text in found.warnings]
+    told = [{"change": words, "gain": gain, "risk": risk} for words, gain, risk in changes]
+    tell(
+        {**found.to_dict(), "changes": told}, as_json, facts_table(f"Is {opened.name} as fast as it should be?", facts)
+    )
 
 
 @app.command()

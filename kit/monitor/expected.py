@@ -1,0 +1,193 @@
+"""Is a run as fast as it should be? What the estimate says of its plan on its site, beside what its steps took."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.record import ConfigError, Record, field_doc
+from cluster.site import Site
+from kit.errors import RunError
+from kit.estimate.choose.nearest import Nearest, nearest_run
+from kit.estimate.choose.search import describe, search
+from kit.estimate.fit.calibrate import Calibration, calibrate, published_calibration
+from kit.estimate.fit.measured_rows import hardware_on
+from kit.estimate.theory.hardware import Hardware
+from kit.estimate.theory.layouts import Layouts
+from kit.plan import Plan
+from kit.run import Run
+from kit.run.metrics import Metrics
+
+WARM, RECENT = 5, 200
+"""Steps of an attempt that do not count, and how many of the newest do."""
+LEAST = 0.05
+"""Share of its stated speed below which a part is called broken, not slow."""
+SUSPECTS: dict[str, tuple[tuple[str, ...], float]] = {
+    "matrix products": (("matmul_flops_per_s", "attention_flops_per_s"), 0.15),
+    "memory bandwidth": (("memory_bytes_per_s",), 0.2),
+    "links inside a node": (("near_bytes_per_s", "node_bytes_per_s"), 0.4),
+    "the network between nodes": (("network_bytes_per_s",), 0.5),
+}
+"""What may be slower than the site file says: its numbers in `Hardware`, and by how much, in ln, it usually is. That
+spread is our judgement, not a fit: it only orders the explanations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suspect(Record):
+    """One part of the machine that would alone explain a slow step."""
+
+    part: str = field_doc("in words")
+    speed: float = field_doc("share of the site file's number at which the step takes what it took")
+    measured: float | None = field_doc("share that was measured at the start of the job", default=None)
+
+    def __str__(self) -> str:
+        seen = "" if self.measured is None else f" (measured at the start: {self.measured:.0%})"
+        return f"{self.part} at {self.speed:.0%} of the site file's number{seen}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What a step should take, and what it takes."""
+
+    plan: Plan
+    calibration: Calibration
+    took_s: float
+    """Median of the newest steps."""
+    expected_s: float
+    low_s: float
+    high_s: float
+    """The 90 % interval."""
+    suspects: tuple[Suspect, ...]
+    """Each would alone explain a step slower than the interval; the likeliest first."""
+    nearest: Nearest | None
+    terms_s: dict[str, float]
+    """Of the estimate, the largest first."""
+    warnings: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
+        if self.low_s <= self.took_s <= self.high_s:
+            return f"as expected: {self.took_s:.3g} s, 90 % interval {band} ({self.calibration.label})"
+        ratio = self.took_s / self.expected_s - 1
+        how = "slower" if ratio > 0 else "faster"
+        text = f"{how} than expected by {abs(ratio):.0%}: {self.took_s:.3g} s, not {band} ({self.calibration.label})"
+        if ratio < 0:
+            return text
+        cause = str(self.suspects[0]) if self.suspects else "no single part of the machine; look at data and host"
+        return f"{text}. What would explain it: {cause}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        return {
+            "took_s": self.took_s, "expected_s": self.expected_s, "low_s": self.low_s, "high_s": self.high_s,
+            "calibration": self.calibration.label, "verdict": self.verdict, "terms_s": self.terms_s,
+            "suspects": [suspect.to_dict() for suspect in self.suspects], "warnings": list(self.warnings),
+            "nearest": str(self.nearest) if self.nearest else None,
+        }  # fmt: skip
+
+
+def pace(run: Run) -> Pace:
+    """Returns how the newest attempt of a run compares with the estimate.
+
+    Raises:
+        RunError: too few steps.
+        ConfigError: the site lacks a number that the estimate needs.
+    """
+    metrics = run.metrics()
+    took_s, attempt = _took(run, metrics)
+    plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
+    layouts = Layouts.of(run.spec, [plan])
+    hardware = hardware_on(site, layouts, plan.precision)
+    is_local = site.scheduler == "local"
+    calibration = calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
+    prediction = calibration.predict(layouts, hardware)
+    centre, low, high = (
+        float(np.ravel(value)[0]) for value in (prediction.total_s, prediction.low_s, prediction.high_s)
+    )
+    terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
+    slow = took_s > high
+    return Pace(
+        plan=plan, calibration=calibration, took_s=took_s, expected_s=centre, low_s=low, high_s=high,
+        suspects=tuple(_suspects(run, calibration, layouts, hardware, took_s)) if slow else (),
+        nearest=nearest_run(run.spec, plan, hardware, calibration.coefficients) if not is_local else None,
+        terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])), warnings=prediction.warnings,
+    )  # fmt: skip
+
+
+def gains(run: Run, plan: Plan, count: int = 5) -> list[tuple[str, float, float]]:
+    """Returns the plans of the same devices and batch that gain most: (changes, share of time gained, risk of memory).
+
+    Raises:
+        ConfigError: as `kit.estimate.search`.
+    """
+    found = search(
+        run.spec, run.site, plan.num_devices, plan.global_batch_size, engine=plan.engine,
+        calibration=published_calibration(run.site),
+    )  # fmt: skip
+    now = _one(found.machine.step_time(Layouts.of(run.spec, [plan])).total_s)
+    best: dict[frozenset[str], tuple[str, float, float]] = {}
+    for index in found.fastest(min(2000, len(found.order))):
+        other = found.plan(int(index))
+        changed = {name: value for name, value in other.to_dict().items() if value != plan.to_dict()[name]}
+        changed.pop("precision", None)
+        gain = 1 - float(found.step_time_s[index]) / now
+        if gain > 0.01 and frozenset(changed) not in best:
+            words = ", ".join(f"{name} {value}" for name, value in changed.items()) or describe(found.row(int(index)))
+            best[frozenset(changed)] = (words, gain, found.risk(int(index)))
+    return sorted(best.values(), key=lambda change: -change[1])[:count]
+
+
+def _took(run: Run, metrics: Metrics) -> tuple[float, int]:
+    """Returns the median time of the newest attempt's newest steps, in seconds, and its number."""
+    if len(metrics):
+        attempt = int(metrics["attempt"][-1])
+        times = metrics["step_time_s"][metrics["attempt"] == attempt][WARM:][-RECENT:]
+        if len(times := times[np.isfinite(times)]) >= WARM:
+            return float(np.median(times)), attempt
+    raise RunError(f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it has more.")
+
+
+def _suspects(run: Run, calibration: Calibration, layouts: Layouts, hardware: Hardware, took_s: float) -> list[Suspect]:
+    """Returns the parts that would alone explain it, by how unusual such a speed would be; those measured well last."""
+    measured = _measured(run.directory, run.site)
+    found: list[tuple[float, Suspect]] = []
+    for part, (fields, usual) in SUSPECTS.items():
+
+        def seconds(speed: float, fields: tuple[str, ...] = fields) -> float:
+            slower = dataclasses.replace(hardware, **{name: getattr(hardware, name) * speed for name in fields})
+            return _one(calibration.predict(layouts, slower).total_s)
+
+        if seconds(LEAST) < took_s:
+            continue
+        low, high = LEAST, 1.0
+        for _ in range(30):
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if seconds(middle) < took_s else (middle, high)
+        seen = measured.get(part)
+        # A part that was measured is as slow as it was measured to be, give or take a tenth.
+        surprise = abs(np.log(high)) / usual if seen is None else abs(np.log(high / min(seen, 1.0))) / 0.1
+        found.append((float(surprise), Suspect(part=part, speed=high, measured=seen)))
+    return [suspect for _, suspect in sorted(found, key=lambda pair: pair[0])]
+
+
+def _measured(directory: Path, site: Site) -> dict[str, float]:
+    """Returns the share of the site file's numbers that the node check at the start of the job has measured."""
+    try:
+        seen = Site.read(directory / "measured_site.json")
+    except (OSError, ConfigError):
+        return {}
+    shares = {}
+    for dtype, fact in seen.device.matmul_flops_per_s.items():
+        if (stated := site.device.matmul_flops_per_s.get(dtype)) and stated.value != fact.value:
+            shares["matrix products"] = fact.value / stated.value
+    ours, theirs = seen.links.inter_node_bytes_per_s, site.links.inter_node_bytes_per_s
+    if ours and theirs and ours.value != theirs.value:
+        shares["the network between nodes"] = ours.value / theirs.value
+    return shares
+
+
+def _one(values: Any) -> float:
+    return float(np.ravel(values)[0])

@@ -1,0 +1,118 @@
+"""Whether a run is as fast as it should be: the sentence, and which part of the machine is named for a slow one."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cluster.site import Fact, Site
+from kit.commands.app import app
+from kit.errors import RunError
+from kit.estimate import Layouts, published_calibration
+from kit.estimate.theory.hardware import Hardware
+from kit.monitor.expected import SUSPECTS, gains, pace
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+from tests.monitor.steps import lines, row
+
+SITE = "selene"
+LAYOUTS = {
+    "one node": Plan(tensor_parallel=8, micro_batch_size=4, global_batch_size=64, precision="bf16"),
+    "pipeline": Plan(
+        tensor_parallel=8, pipeline_parallel=4, micro_batch_size=2, global_batch_size=128, precision="bf16"
+    ),
+    "wide": Plan(data_parallel=64, zero_stage=1, micro_batch_size=1, global_batch_size=64, precision="bf16"),
+}
+
+
+def recorded(folder: Path, plan: Plan, seconds: float, site: str = SITE, steps: int = 30) -> Run:
+    """Returns a run whose steps took so long, the first twice."""
+    spec = ModelSpec.preset("gpt-1.4b")
+    run = Run.create(folder, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=100), site=Site.load(site))
+    run.plan.write(run.directory / "plan.attempt_01.json")
+    rows = [row(step, step_time_s=seconds * (2 if step == 1 else 1)) for step in range(1, steps + 1)]
+    (run.directory / "metrics.jsonl").write_text(lines(rows))
+    return run
+
+
+def estimated(plan: Plan, **speeds: Any) -> float:
+    """Returns the estimate's seconds on the site with some of its numbers multiplied."""
+    hardware = Hardware.of(Site.load(SITE), "bf16")
+    hardware = dataclasses.replace(hardware, **{name: getattr(hardware, name) * by for name, by in speeds.items()})
+    layouts = Layouts.of(ModelSpec.preset("gpt-1.4b"), [plan])
+    return float(np.ravel(published_calibration(Site.load(SITE)).predict(layouts, hardware).total_s)[0])
+
+
+@pytest.mark.parametrize("plan", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_as_expected(tmp_path, plan):
+    found = pace(recorded(tmp_path / "run", plan, estimated(plan)))
+    assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
+    assert "calibrated on" in found.verdict and not found.suspects and found.nearest is not None
+    assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "speed"),
+    [
+        ("one node", "matrix products", 0.5),
+        ("one node", "links inside a node", 0.1),
+        ("pipeline", "matrix products", 0.4),
+        ("pipeline", "links inside a node", 0.15),
+        ("wide", "the network between nodes", 0.1),
+        ("wide", "matrix products", 0.5),
+    ],
+)
+def test_a_part_that_alone_explains_it_is_among_the_suspects_at_its_speed(tmp_path, layout, part, speed):
+    plan = LAYOUTS[layout]
+    found = pace(recorded(tmp_path / "run", plan, estimated(plan, **dict.fromkeys(SUSPECTS[part][0], speed))))
+    assert found.verdict.startswith("slower than expected by")
+    speeds = {suspect.part: suspect.speed for suspect in found.suspects}
+    assert speeds[part] == pytest.approx(speed, rel=0.01)
+
+
+def test_what_was_measured_at_the_start_is_named_first_and_what_was_found_well_last(tmp_path):
+    plan = LAYOUTS["wide"]
+    run = recorded(tmp_path / "run", plan, estimated(plan, network_bytes_per_s=0.1))
+    assert len(pace(run).suspects) > 1
+    site = run.site
+    slow = site.links.inter_node_bytes_per_s
+    assert slow is not None
+    seen = site.replace(
+        links=site.links.replace(inter_node_bytes_per_s=Fact(value=0.1 * slow.value, source="node check"))
+    )
+    seen.write(run.directory / "measured_site.json")
+    found = pace(run)
+    assert found.suspects[0].part == "the network between nodes"
+    assert "(measured at the start: 10%)" in found.verdict
+    healthy = site.replace(
+        links=site.links.replace(inter_node_bytes_per_s=Fact(value=0.99 * slow.value, source="node check"))
+    )
+    healthy.write(run.directory / "measured_site.json")
+    assert pace(run).suspects[-1].part == "the network between nodes"
+
+
+def test_changes_that_gain(tmp_path):
+    """Eight tensor parallel devices with full recomputation are a poor plan for a small model."""
+    plan = Plan(tensor_parallel=8, micro_batch_size=1, global_batch_size=64, precision="bf16", recompute="full")
+    run = recorded(tmp_path / "run", plan, estimated(plan))
+    found = gains(run, plan)
+    assert 1 <= len(found) <= 5 and [gain for _, gain, _ in found] == sorted(
+        (gain for _, gain, _ in found), reverse=True
+    )
+    assert all(0.01 < gain < 1 and 0 <= risk <= 0.05 for _, gain, risk in found)
+    result = CliRunner().invoke(app, ["explain", str(run.directory)])
+    assert result.exit_code == 0 and "as expected" in result.output and found[0][0].split(",")[0] in result.output
+    told = json.loads(CliRunner().invoke(app, ["explain", str(run.directory), "--json"]).output)
+    assert told["changes"][0]["gain"] == pytest.approx(found[0][1]) and told["verdict"].startswith("as expected")
+
+
+def test_no_estimate_says_why(tmp_path):
+    run = recorded(tmp_path / "few", LAYOUTS["wide"], 1.0, steps=6)
+    with pytest.raises(RunError, match="fewer than 10 steps"):
+        pace(run)
