@@ -39,6 +39,11 @@ class Plan(Record):
     virtual_stages: int = field_doc("pipeline stages held by each pipeline device", default=1)
     zero_stage: int = field_doc("0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights",
                                 default=0)  # fmt: skip
+    shard_size: int | None = field_doc(
+        "replicas, neighbours in rank order, that ZeRO shards over, with copies across data_parallel / shard_size "
+        "groups (HSDP; engine native); None: all of data_parallel",
+        default=None,
+    )
     sequence_parallel: bool = field_doc("shard norms and residuals along the sequence over tensor_parallel",
                                         default=False)  # fmt: skip
     schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
@@ -62,6 +67,7 @@ class Plan(Record):
                 raise ConfigError(f"plan.{field.name}: {value} is not allowed. Give a whole number from 1.")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"plan.zero_stage: {self.zero_stage} is not allowed. Allowed: 0, 1, 2, 3.")
+        self._check_shards()
         self._check_batch()
         self._check_schedule()
         if self.sequence_parallel and self.tensor_parallel == 1:
@@ -75,6 +81,17 @@ class Plan(Record):
             self._check_deepspeed()
         if self.engine == "neuron":
             self._check_neuron()
+
+    def _check_shards(self) -> None:
+        if self.shard_size is None:
+            return
+        refused = {
+            "with zero_stage 0, which shards nothing; use zero_stage 1, 2 or 3": self.zero_stage == 0,
+            f"with engine {self.engine!r}, which shards over all of data_parallel; use None": self.engine != "native",
+            f"with data_parallel {self.data_parallel}, which it must divide": self.data_parallel % self.shard_size,
+        }
+        for reason in (reason for reason, holds in refused.items() if holds):
+            raise ConfigError(f"plan.shard_size: {self.shard_size} is not allowed {reason}.")
 
     def _check_batch(self) -> None:
         sequences = self.micro_batch_size * self.data_parallel
@@ -173,6 +190,11 @@ class Plan(Record):
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
+    def num_shards(self) -> int:
+        """Replicas that ZeRO cuts states over: 1 for stage 0."""
+        return 1 if self.zero_stage == 0 else self.shard_size or self.data_parallel
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages in all: pipeline_parallel x virtual_stages."""
         return self.pipeline_parallel * self.virtual_stages
@@ -252,11 +274,12 @@ class Plan(Record):
     def _repr_html_(self) -> str:
         pipeline = f"{self.pipeline_parallel} ({self.schedule}, {self.virtual_stages} stages a device)"
         batch = f"{self.global_batch_size} = {self.data_parallel} x {self.num_microbatches} x {self.micro_batch_size}"
+        over = f" over {self.shard_size}" if self.shard_size else ""
         rows = [
             ("devices", self.num_devices),
             ("tensor parallel", f"{self.tensor_parallel}{' + sequence' if self.sequence_parallel else ''}"),
             ("pipeline parallel", pipeline),
-            ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage})"),
+            ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage}{over})"),
             ("batch (sequences) = replicas x micro-batches x size", batch),
             ("recompute, precision", f"{self.recompute}, {self.precision}"),
             ("engine", self.engine),

@@ -32,6 +32,11 @@ def test_the_papers_recipes_are_valid():
     [
         ({"tensor_parallel": 0}, "plan.tensor_parallel: 0 is not allowed"),
         ({"zero_stage": 4}, "plan.zero_stage: 4 is not allowed. Allowed: 0, 1, 2, 3"),
+        ({"shard_size": 2, "data_parallel": 4}, "plan.shard_size: 2 is not allowed with zero_stage 0"),
+        ({"shard_size": 0, "data_parallel": 4, "zero_stage": 1}, "plan.shard_size: 0 is not allowed"),
+        ({"shard_size": 3, "data_parallel": 4, "zero_stage": 1}, "with data_parallel 4, which it must divide"),
+        ({"shard_size": 2, "data_parallel": 4, "zero_stage": 1, "engine": "deepspeed"}, "with engine 'deepspeed'"),
+        ({"shard_size": 2, "data_parallel": 4, "zero_stage": 1, "engine": "neuron"}, "with engine 'neuron'"),
         ({"schedule": "1f2b"}, "plan.schedule: '1f2b' is not allowed"),
         ({"tensor_paralel": 2}, "plan.tensor_paralel: unknown key. Did you mean 'tensor_parallel'?"),
         (

@@ -154,6 +154,18 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
+def test_resumes_between_shard_sizes(spec, recipe, forked, tmp_path):
+    """Whole replicas share states, then two and two of them, then all."""
+    recipe = recipe.replace(num_steps=3, decay_steps=9, warmup_steps=0, validation_every=None)
+    plan = DP2.replace(data_parallel=4, zero_stage=3, shard_size=2)
+    straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=9))
+    run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
+    for steps, now in ((6, plan), (9, plan.replace(shard_size=None, zero_stage=2))):
+        run = kit.resume(run.directory, plan=now, num_steps=steps)
+    assert run.metrics()["attempt"].tolist() == [1] * 3 + [2] * 3 + [3] * 3
+    np.testing.assert_allclose(run.metrics()["loss"], straight.metrics()["loss"], rtol=1e-5)
+
+
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
     """A validation gathers the weights; what is saved right after it must still be the optimizer's parameters."""
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)

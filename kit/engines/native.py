@@ -15,7 +15,7 @@ from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
 from kit.parallel.groups import split_world
-from kit.parallel.mesh import build_mesh, data_axis, pipeline_rank
+from kit.parallel.mesh import build_mesh, data_rank, pipeline_rank
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
 from kit.plan import Plan
@@ -35,7 +35,7 @@ class NativeEngine:
         self.mesh = build_mesh(plan, device.type)
         self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
         self.pipeline_group = self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
-        self.data_rank = data_axis(self.mesh, plan).get_local_rank()
+        self.data_rank = data_rank(self.mesh)
         seed = recipe.seed if initialise else None
         self.decoders = build_decoders(spec, plan, self.mesh, device=device, seed=seed)
         self.is_first = any(decoder.embedding is not None for decoder in self.decoders)

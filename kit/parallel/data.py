@@ -6,6 +6,8 @@ ZeRO (arXiv 1910.02054) in terms of fully_shard: weights, gradients and optimize
   2  as 1, but gradients are reduce-scattered at each micro-batch, so that only a shard of them is ever kept
   3  as 2, and weights are dropped after each block's forward pass and gathered again for its backward pass; those of
      the output, used last and first, are not
+With `plan.shard_size` the shard axis has that many ranks and the replicate axis the rest (hybrid sharding, HSDP: arXiv
+2304.11277, section 3.2.2): what a group has reduced is all-reduced across groups once, at the last micro-batch.
 Under a pipeline, torch sums gradients whole until the last micro-batch for every stage above 0, so 2 keeps what 1 does.
 """
 
@@ -44,7 +46,7 @@ def shard(module: Module | list[Module], plan: Plan, mesh: DeviceMesh, *, last: 
 
     bf16 casts weights for compute and keeps fp32 master weights, gradients and gradient reduction.
     """
-    axes = mesh["replicate", "shard"] if plan.zero_stage == 0 and plan.data_parallel > 1 else mesh["shard"]
+    axes = mesh["replicate", "shard"] if plan.data_parallel > plan.num_shards else mesh["shard"]
     policy = MixedPrecisionPolicy()
     if plan.precision == "bf16":
         # Inputs are not cast: the rotary table must stay fp32, and activations are bf16 from the embedding on.
@@ -56,6 +58,7 @@ def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> N
     """Tells a sharded decoder when to reduce gradients and drop weights in the coming backward pass."""
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(last_microbatch or plan.zero_stage >= 2)
+        decoder.set_requires_all_reduce(last_microbatch)
         decoder.set_is_last_backward(last_microbatch)
         decoder.set_reshard_after_backward(last_microbatch or plan.zero_stage == 3)
 

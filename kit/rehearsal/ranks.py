@@ -40,7 +40,9 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
             rank = (first_of[kind] * plan.data_parallel + data) * plan.tensor_parallel + tensor
             views.append(view_rank(spec, plan, rank))
         num_params += count * sum(torch.Size(parameter.whole_shape).numel() for parameter in views[-1].parameters)
-    axes = {"pipeline": plan.pipeline_parallel, "data": plan.data_parallel, "tensor": plan.tensor_parallel}
+    copies = plan.data_parallel // plan.shard_size if plan.shard_size else 1
+    data = {"copies of a shard": copies, "data": plan.data_parallel // copies}
+    axes = {"pipeline": plan.pipeline_parallel, **data, "tensor": plan.tensor_parallel}
     groups = {"world": plan.num_devices} | {name: size for name, size in axes.items() if size > 1}
     if spec.tied_embeddings and plan.pipeline_parallel > 1:
         groups["tied embeddings"] = 2

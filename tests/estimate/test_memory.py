@@ -167,6 +167,19 @@ def test_zero_stages_divide_state_as_the_engine_does():
     assert stage.params[3] / 4 == pytest.approx(sharded, rel=0.01)
 
 
+def test_a_shard_size_divides_state_instead_of_all_replicas():
+    spec, plans = TINY["llama"], [
+        Plan(data_parallel=8, global_batch_size=8, zero_stage=zero, shard_size=2) for zero in (1, 2, 3)
+    ]  # fmt: skip
+    stage = memory(Layouts.of(spec, plans, gradient_bytes=4.0)).first
+    n = spec.num_params
+    assert np.allclose(stage.term("weights"), [2 * n, 2 * n, n])
+    assert np.allclose(stage.term("gradients"), [4 * n, 2 * n, 2 * n])
+    assert np.allclose(stage.term("optimizer"), [6 * n, 6 * n, 6 * n])
+    sharded = view_rank(spec, plans[2].replace(precision="bf16"), 0).num_params
+    assert stage.params[2] / 2 == pytest.approx(sharded, rel=0.01)
+
+
 def test_gradients_stay_whole_under_a_pipeline():
     plan = Plan(pipeline_parallel=2, data_parallel=2, global_batch_size=4, zero_stage=2)
     stage = memory(Layouts.of(TINY["gpt"], [plan], gradient_bytes=4.0)).first

@@ -14,7 +14,7 @@ from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, divisors
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
-from kit.estimate.choose.search import interval, search
+from kit.estimate.choose.search import describe, interval, search
 from kit.estimate.theory.activations import KIT
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
@@ -82,6 +82,19 @@ def test_random_candidates_pass_every_check(model, devices, batch, engine):
         plan = layouts.plan(int(i), engine)
         plan.check(spec, devices)
         assert plan.global_batch_size == batch
+
+
+def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
+    few, more = (candidates(SMALL, 16, 32, node_devices=node) for node in (0, 8))
+    plans, offered = ({x.plan(i) for i in range(len(x))} for x in (few, more))
+    hybrid = offered - plans
+    assert plans < offered and len(offered) == len(more) < 1.25 * len(few)
+    assert {(plan.tensor_parallel, plan.shard_size) for plan in hybrid} == {(1, 8), (2, 4), (4, 2)}
+    assert all(plan.zero_stage == 3 and plan.data_parallel % plan.shard_size == 0 for plan in hybrid)
+    assert len(candidates(SMALL, 8, 32, node_devices=8)) == len(candidates(SMALL, 8, 32)), "one node: nothing to offer"
+    found = search(SMALL, Site.load("dgx-h100"), 16, 32, only={"zero_stage": [3]})
+    row = next(found.row(int(i)) for i in found.order if found.plan(int(i)).shard_size)
+    assert f"ZeRO3/{row['shard_size']} " in describe(row)
 
 
 def test_only_restricts_and_names_what_is_wrong():

@@ -109,6 +109,23 @@ def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
     assert extra(256) > 3 * extra(64) > 0
 
 
+def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
+    base = dict(tensor_parallel=1, pipeline_parallel=1, data_parallel=64, global_batch_size=256, zero_stage=3)
+    spec = ModelSpec.preset("gpt-22b")
+    layouts = Layouts.of(spec, [plan(**base), plan(**base, shard_size=8), plan(**base, shard_size=64)])
+    links = Links.of(layouts, SELENE, PERFECT)
+    assert links.shard_rate.tolist() == [links.data_rate[0], SELENE.node_bytes_per_s, links.data_rate[0]]
+    assert links.copy_rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), "eight devices share the node's ports"
+    flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
+    assert inside < 0.7 * flat and whole == flat
+
+    # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed across groups.
+    once = {**base, "zero_stage": 1, "global_batch_size": 64}
+    flat, inside = (Layouts.of(spec, [plan(**once, **size)]) for size in ({}, {"shard_size": 8}))
+    flat_s, inside_s = (step_time(x, SELENE, PERFECT).terms_s["data_parallel"].item() for x in (flat, inside))
+    assert inside_s > flat_s
+
+
 def test_an_uneven_pipeline_is_slower_than_its_mean_stage():
     spec = ModelSpec.preset("gpt-1.4b").replace(num_layers=26)
     terms = step_time(

@@ -26,6 +26,9 @@ LAYOUTS = {
     "DP2, ZeRO 2": {"data_parallel": 2, "zero_stage": 2},
     "DP2, ZeRO 3": {"data_parallel": 2, "zero_stage": 3},
     "DP4, ZeRO 3, recompute selective": {"data_parallel": 4, "zero_stage": 3, "recompute": "selective"},
+    "DP4, ZeRO 1 over 2": {"data_parallel": 4, "zero_stage": 1, "shard_size": 2},
+    "DP4, ZeRO 2 over 2": {"data_parallel": 4, "zero_stage": 2, "shard_size": 2},
+    "DP4, ZeRO 3 over 2": {"data_parallel": 4, "zero_stage": 3, "shard_size": 2},
     "PP2, GPipe": {**PP2, "schedule": "gpipe"},
     "PP2, 1F1B": PP2,
     "PP2, 1F1B, recompute full": {**PP2, "recompute": "full"},
@@ -38,6 +41,7 @@ LAYOUTS = {
     "TP2 x PP2 x DP2": ALL,
     "TP2 x PP2 x DP2, SP, ZeRO 1": {**ALL, "sequence_parallel": True, "zero_stage": 1},
     "TP2 x PP2 x DP2, ZeRO 3, interleaved": {**ALL, **INTERLEAVED, "zero_stage": 3},
+    "TP2 x DP4, SP, ZeRO 3 over 2": {**SP, "data_parallel": 4, "zero_stage": 3, "shard_size": 2},
     "TP2 x PP2 x DP2, SP, ZeRO 2, ZBV": {**ALL, **ZBV, "sequence_parallel": True, "zero_stage": 2},
 }
 GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
@@ -63,7 +67,9 @@ def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, na
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name for name in LAYOUTS if not name.startswith("TP2 x DP4")]
+)  # 8 s for eight ranks
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
 

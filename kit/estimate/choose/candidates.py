@@ -26,13 +26,15 @@ def candidates(
     *,
     engine: EngineName = "native",
     only: Mapping[str, Iterable[Any]] | None = None,
+    node_devices: int = 0,
     **kernels: Any,
 ) -> Layouts:
     """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each once.
 
     ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline, and
-    what the engine does not train. `only` names allowed values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`;
-    kernels are those of `Layouts.of`.
+    what the engine does not train. With `node_devices` ZeRO 3 may also shard inside a node alone, so that no weight
+    crosses the network; stages 1 and 2 gather weights once a step and would send more bytes so. `only` names allowed
+    values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`; kernels are those of `Layouts.of`.
 
     Raises:
         ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message says which rule.
@@ -42,15 +44,18 @@ def candidates(
             raise ConfigError(f"plan.{name}: {value!r} is not allowed. Give a whole number from 1.")
     limits = _limits(only or {})
     shapes = _shapes(spec, num_devices, global_batch_size, limits, engine)
-    modes = _modes(limits, engine)
+    modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
-    row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length))
+    row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length, node_devices))
     if not len(row):
         raise ConfigError(_none_left(num_devices, limits))
     columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
     columns |= {name: values[row] for name, values in shapes.items() if name in DEGREES}
     columns |= {name: values[mode] for name, values in modes.items()}
+    is_hybrid = columns.pop("hybrid")
+    inside = node_devices / columns["tensor_parallel"]
+    columns["shard_size"] = np.where(is_hybrid, inside, 0.0) if is_hybrid.any() else np.zeros(1)
     columns["global_batch_size"] = np.array([float(global_batch_size)])
     if engine == "neuron":  # a rank holds at least one key/value head
         columns["num_kv_heads"] = np.maximum(columns["num_kv_heads"], columns["tensor_parallel"])
@@ -105,8 +110,8 @@ def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> li
     return [t for t in divisors(int(width)) if holds_whole_heads(t)]
 
 
-def _modes(limits: dict[str, tuple], engine: EngineName) -> dict[str, Array]:
-    """Returns all (schedule, recompute, ZeRO, sequence parallel)."""
+def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[str, Array]:
+    """Returns all (schedule, recompute, ZeRO, sequence parallel, ZeRO inside a node only, if that is asked for)."""
     schedules = _choice(limits, "schedule", SCHEDULES)
     piped = {name: dict(pipeline_parallel=2, virtual_stages=1 + (name in MULTI_STAGE_SCHEDULES)) for name in schedules}
     schedules = [name for name in schedules if _takes(engine, **piped[name], schedule=name)] or schedules
@@ -117,13 +122,15 @@ def _modes(limits: dict[str, tuple], engine: EngineName) -> dict[str, Array]:
     zero = [float(stage) for stage in _choice(limits, "zero_stage", stages) if _takes(engine, zero_stage=stage)]
     sequence = _choice(limits, "sequence_parallel", (False, True))
     grid = np.meshgrid(
-        np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool)
-    )
-    names = ("schedule", "recompute", "zero_stage", "sequence_parallel")
-    return {name: axis.ravel() for name, axis in zip(names, grid, strict=True)}
+        np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool),
+        np.array([False, True][: 1 + hybrid]),
+    )  # fmt: skip
+    names = ("schedule", "recompute", "zero_stage", "sequence_parallel", "hybrid")
+    is_useful = (~grid[4] | (grid[2] == 3)).ravel()
+    return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}
 
 
-def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length: int) -> Array:
+def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length: int, node_devices: int) -> Array:
     """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written for arrays."""
     column = {name: values[:, None] for name, values in shapes.items()}
     t, p, v, r = (column[name] for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel"))
@@ -136,6 +143,10 @@ def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length:
     piped &= ~(kind["interleaved"] | kind["zero_bubble"]) | (np.mod(m, p) == 0)
     schedule_ok = np.where(p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min()))
     sequence_ok = ~modes["sequence_parallel"] | ((t > 1) & (np.mod(sequence_length, t) == 0))
+    if modes["hybrid"].any():
+        whole_nodes = (t < node_devices) & (t * r > node_devices)
+        whole_nodes &= (np.mod(node_devices, t) == 0) & (np.mod(t * r, node_devices) == 0)
+        sequence_ok &= ~modes["hybrid"] | whole_nodes
     return schedule_ok & sequence_ok & ((r > 1) | (zero == zero.min()))
 
 

@@ -31,7 +31,8 @@ class Option:
     @property
     def settings(self) -> str:
         """The change as options of `kit resume`."""
-        return " ".join(f"--set plan.{name}={value}" for name, value in self.changes.items())
+        values = {name: "null" if value is None else value for name, value in self.changes.items()}
+        return " ".join(f"--set plan.{name}={value}" for name, value in values.items())
 
     def __str__(self) -> str:
         return f"{self.settings} ({self.used_bytes / 2**30:.2f} GiB)"
@@ -72,6 +73,7 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     single: list[list[dict[str, Any]]] = [
         [{"micro_batch_size": size} for size in reversed(smaller) if plan.micro_batch_size % size == 0],
         [{"recompute": mode} for mode in _stronger(plan)],
+        [{"shard_size": None}] if plan.shard_size else [],
         [{"zero_stage": stage} for stage in range(plan.zero_stage + 1, 4) if plan.data_parallel > 1],
     ]
     found = []

@@ -206,7 +206,10 @@ def search(
     engine = engine or site.engine
     kernels = kernels or engine_kernels(engine, site.device)
     machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
-    layouts = candidates(spec, num_devices, global_batch_size, engine=engine, only=only, **layout_kernels)
+    layouts = candidates(
+        spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
+        **layout_kernels,
+    )  # fmt: skip
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(
         spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,
@@ -224,12 +227,16 @@ def search(
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`."""
+    """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
+
+    `ZeRO3/8`: over groups of 8 replicas.
+    """
     sequence = "+SP" if row["sequence_parallel"] else ""
     virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
     pipeline = f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}" if row["pipeline_parallel"] > 1 else "PP1"
+    over = f"/{row['shard_size']}" if row["shard_size"] else ""
     return (
-        f"TP{row['tensor_parallel']}{sequence} {pipeline} DP{row['data_parallel']} ZeRO{row['zero_stage']} "
+        f"TP{row['tensor_parallel']}{sequence} {pipeline} DP{row['data_parallel']} ZeRO{row['zero_stage']}{over} "
         f"micro {row['micro_batch_size']} recompute {row['recompute']}"
     )
 

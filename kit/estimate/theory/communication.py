@@ -25,6 +25,10 @@ class Links:
     context_rate: Array
     data_rate: Array
     data_latency_s: Array
+    shard_rate: Array
+    shard_latency_s: Array
+    copy_rate: Array
+    """Between copies of a shard. Without `shard_size` there are none, and a shard's links are those of data."""
     pipeline_rate: Array
     pipeline_latency_s: Array
     network_rate: Array | float
@@ -52,13 +56,31 @@ class Links:
         contention = np.maximum(1.0, devices / (8 * node)) ** -c.data_contention
         share = hardware.network_bytes_per_s / ranks_inside * contention
         one_node = devices <= node
+        data_rate = np.where(crosses, np.minimum(inside, share), inside) * c.data_efficiency
+        hop = np.where(crosses, c.network_latency_s, 0.0)
+        data_latency_s = 2 * (c.node_latency_s + hop * np.log2(2 * nodes))
+        shard_rate, shard_latency_s, copy_rate = data_rate, data_latency_s, data_rate
+        if np.any(layouts.shard_size):
+            is_hybrid, group = layouts.shard_size > 0, t * layouts.num_shards
+            near = group <= hardware.near_devices
+            shard_inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s) * c.data_efficiency
+            alone = is_hybrid & (group <= node)  # else it crosses nodes like any data-parallel group
+            # The ring inside a node is part of the ring over all replicas, so it is no slower.
+            shard_rate = np.where(alone, np.maximum(shard_inside, data_rate), data_rate)
+            shard_latency_s = np.where(alone, 2 * c.node_latency_s, data_latency_s)
+            # Each device of a group sums its own shard, so that they share the node's network.
+            shared = share * c.data_efficiency * ranks_inside / np.minimum(group, node)
+            copy_rate = np.where(crosses, np.minimum(data_rate, shared), data_rate)
         return cls(
             tensor_rate=np.where(t <= node, node_rate, np.minimum(node_rate, network)),
             tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
             + 2 * c.network_latency_s * np.log2(t / ranks_inside),
             context_rate=np.where(model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)),
-            data_rate=np.where(crosses, np.minimum(inside, share), inside) * c.data_efficiency,
-            data_latency_s=2 * (c.node_latency_s + np.where(crosses, c.network_latency_s, 0.0) * np.log2(2 * nodes)),
+            data_rate=data_rate,
+            data_latency_s=data_latency_s,
+            shard_rate=shard_rate,
+            shard_latency_s=shard_latency_s,
+            copy_rate=copy_rate,
             pipeline_rate=np.where(one_node, pair_rate, network / node),
             pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s),
             network_rate=network / node,

@@ -41,6 +41,8 @@ class Layouts:
     context_parallel: Array
     data_parallel: Array
     zero_stage: Array
+    shard_size: Array
+    """Neighbours that ZeRO shards over, with copies across such groups; 0: all of a stage's replicas."""
     sequence_parallel: Array
     micro_batch_size: Array
     global_batch_size: Array
@@ -72,6 +74,7 @@ class Layouts:
         columns |= {name: _column([getattr(plan, name) for plan in plans]) for name in DEGREES}
         columns["recompute"] = np.array([RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8)
         columns["schedule"] = np.array([SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8)
+        columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
         kernels = KERNELS | {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]} | kernels
         return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
 
@@ -84,6 +87,12 @@ class Layouts:
     def num_devices(self) -> Array:
         """t x p x c x r."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
+
+    @property
+    def num_shards(self) -> Array:
+        """Ranks that ZeRO, where it is on, cuts states over."""
+        whole = self.context_parallel * self.data_parallel
+        return np.where(self.shard_size > 0, self.shard_size, whole) if np.any(self.shard_size) else whole
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,6 +119,7 @@ class Layouts:
             degrees[name] = bool(value) if name == "sequence_parallel" else int(value)
         recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
         schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
+        degrees["shard_size"] = int(np.broadcast_to(self.shard_size, self.shape).flat[index]) or None
         return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16", engine=engine)
 
 

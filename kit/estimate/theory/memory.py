@@ -228,7 +228,7 @@ class _Stages:
         gradient = x.gradient_bytes
         if convention.gradients is not None:
             gradient = np.full_like(gradient, convention.gradients)
-        shard = 1 / (x.data_parallel * x.context_parallel)
+        shard = 1 / x.num_shards
         cut = ~self.piped & (x.zero_stage >= 2)
         weights = convention.weights * np.where(x.zero_stage == 3, shard, 1.0)
         gradients = gradient * np.where(cut, shard, 1.0)

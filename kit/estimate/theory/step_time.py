@@ -222,13 +222,17 @@ def _bubble_share(x: Layouts, v: Array) -> Array:
 
 def _data_parallel(x: Layouts, hardware: Hardware, c: Coefficients, links: Links, most: Array, m: Array) -> tuple:
     """Returns (seconds per step of gradient reduction, seconds per micro-batch of ZeRO 3's gathering)."""
-    t, ranks = x.tensor_parallel, x.context_parallel * x.data_parallel
+    t, ranks = x.tensor_parallel, x.num_shards
     params = (most * layer_params(x) + x.vocab_size * x.hidden_size) / t
     # ZeRO scatters gradients and gathers bf16 weights; without it both halves of the all-reduce move gradients.
     size = np.where(x.zero_stage >= 1, (x.gradient_bytes + 2.0) / 2, x.gradient_bytes) * params
-    reduction = all_reduce(size, ranks, links.data_rate, links.data_latency_s)
-    gather = 2 * all_gather(2.0 * params, ranks, links.data_rate, links.data_latency_s * most)
+    reduction = all_reduce(size, ranks, links.shard_rate, links.shard_latency_s)
+    gather = 2 * all_gather(2.0 * params, ranks, links.shard_rate, links.shard_latency_s * most)
     gather = np.where(x.zero_stage >= 3, gather + np.where(m > 1, reduction, 0.0), 0.0)
+    if np.any(x.shard_size):  # once a step, a shard's gradients are summed over its copies (arXiv 2304.11277, 3.2.2)
+        copies = x.context_parallel * x.data_parallel / ranks
+        shard = x.gradient_bytes * params / ranks
+        reduction = reduction + all_reduce(shard, copies, links.copy_rate, links.data_latency_s)
     tied = x.vocab_size * x.hidden_size / t * x.gradient_bytes / links.network_rate
     return reduction + np.where((x.pipeline_parallel > 1) & x.tied_embeddings, tied, 0.0), gather
 
@@ -236,5 +240,5 @@ def _data_parallel(x: Layouts, hardware: Hardware, c: Coefficients, links: Links
 def _optimizer(x: Layouts, hardware: Hardware, c: Coefficients, most: Array) -> Array:
     """Returns seconds of Adam: 44 bytes per parameter it owns, 6 per parameter of the device for norm and cast."""
     params = (most * layer_params(x) + x.vocab_size * x.hidden_size) / x.tensor_parallel
-    owned = np.where(x.zero_stage >= 1, params / (x.context_parallel * x.data_parallel), params)
+    owned = np.where(x.zero_stage >= 1, params / x.num_shards, params)
     return (44 * owned + 6 * params) / (hardware.memory_bytes_per_s * c.memory_efficiency)
