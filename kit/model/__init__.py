@@ -211,7 +211,11 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         x = self.hidden(x)
-        return x if self.output is None else self.output(x, targets_BT)
+        if self.output is None:
+            return x
+        return (
+            self.output(x) if targets_BT is None else self.output(x, targets_BT)
+        )  # one that is split takes no targets
 
     def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
