@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from kit.engines.native import StepResult
-
 
 class Engine(Protocol):
     """One rank's part of a model in training."""
@@ -35,15 +33,6 @@ class Engine(Protocol):
 
     def parameters(self) -> "list[Parameter]":
         """Returns this rank's parameters."""
-        ...
-
-
-@runtime_checkable
-class LaunchingEngine(Engine, Protocol):
-    """One that need not wait for its device."""
-
-    def begin_step(self, samples: "Tensor", learning_rate: float) -> "StepResult":
-        """Launches what `train_step` does; what that returns is read from the result, once it is there."""
         ...
 
 

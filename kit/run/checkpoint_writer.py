@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -37,6 +38,7 @@ class CheckpointWriter:
         self.checkpoints, self.attempt = checkpoints, attempt
         self.keep_last, self.keep_every = keep_last, keep_every
         self.group: Any = None
+        self.stager: DefaultStager | None = None  # its copies lie in the same memory at each save
         self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
 
@@ -54,7 +56,12 @@ class CheckpointWriter:
             self.checkpoints.check_space(facts["spec"])
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
-        future: Any = async_save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
+        if self.stager is None:
+            gpu = any(tensor.is_cuda for tensor in state.values())
+            self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # pinned memory, one wait for all
+        future: Any = async_save(
+            state, storage_writer=writer, planner=self.planner, process_group=self.group, async_stager=self.stager
+        )
         future.add_done_callback(lambda _: gc.enable())  # whatever became of it
         self.pending = (future, facts)
 

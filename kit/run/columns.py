@@ -15,7 +15,9 @@ from cluster.record import replacement
 from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
-OPTIONAL_COLUMNS = ("validation_loss", "loss_scale", "skipped_steps", "reserved_bytes", "allocation_retries")
+OPTIONAL_COLUMNS = (
+    "validation_loss", "loss_scale", "skipped_steps", "reserved_bytes", "allocation_retries", "checkpoint_s",
+)  # fmt: skip
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice

@@ -4,17 +4,17 @@ import contextlib
 import math
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.callback import on_compile_end, on_compile_start
 
-from cluster.heartbeats import MANY
 from cluster.home import Home
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, training_samples
-from kit.engines import LaunchingEngine, ScalingEngine, build_engine, gpu_runtime
+from kit.engines import ScalingEngine, build_engine, gpu_runtime
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.run import Run
@@ -23,11 +23,8 @@ from kit.trainer.batches import Batches
 from kit.trainer.checkpoints import engine_checkpoints
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
-from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row, tell_of_compilation
+from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog, patience_s
-
-if TYPE_CHECKING:
-    from kit.engines.native import StepResult
 
 HEARTBEAT_EVERY_S = 1.0
 ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
@@ -42,7 +39,7 @@ class Launched(NamedTuple):
     step: int
     start: float
     learning_rate: float
-    result: "StepResult | tuple[float, float]"
+    result: Any  # loss and gradient norm, or what they are to be read from
 
 
 class Trainer:
@@ -57,6 +54,7 @@ class Trainer:
         self.step, self.consumed, self.finished = 0, 0, 0  # launched and finished steps: the same but for a moment
         self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
         self.work_s: float | None = None
+        self.stall: dict[str, float] = {}
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
         if self.rank == 0:
             run.checkpoints.recover()
@@ -70,23 +68,20 @@ class Trainer:
         self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
         self.recovery.watch(self.engine)
-        launching = self.engine if isinstance(self.engine, LaunchingEngine) else None
-        self.begin_step = launching.begin_step if launching else self.engine.train_step
+        self.begin_step = getattr(self.engine, "begin_step", self.engine.train_step)  # native: does not wait
         # Where training goes on after a bad step, none may come between that step and its answer.
-        self.is_ahead = bool(launching) and device.type in AHEAD_ON and not self.recovery.guard.goes_on_after_bad
-        # With engine neuron any step may compile, for longer than anyone would wait for a hung rank.
-        asked_s, is_many = self.recipe.hung_after_s, self.plan.num_devices > MANY
-        limit_s = None if self.plan.engine == "neuron" else patience_s(asked_s, type(self.recipe).hung_after_s, is_many)
+        can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
+        self.is_ahead = can_wait and device.type in AHEAD_ON
         self.signs = Signs(run.directory, attempt, self.control)
         self.watchdog = Watchdog(
-            limit_s, rank=self.rank, alive=self.signs.say, silent_ranks=self.signs.silent_ranks,
+            patience_s(self.recipe, self.plan), rank=self.rank, alive=self.signs.say,
+            silent_ranks=self.signs.silent_ranks,
             dump=gpu_runtime.dump_flight_recorder if device.type == "cuda" else None,
         )  # fmt: skip
-        if limit_s is not None:
-            tell_of_compilation(self.watchdog)
+        on_compile_start(self.watchdog.compile_begins)
+        on_compile_end(self.watchdog.compile_ends)
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.last_beat = float("-inf")
-        self.is_stopped = False
+        self.last_beat, self.is_stopped = float("-inf"), False
 
     def _resume(self) -> None:
         manifest = self.recovery.load_newest(self.checkpoints)
@@ -172,6 +167,7 @@ class Trainer:
         before, self.finished_at = self.finished_at, time.perf_counter()
         self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
+        stall, self.stall = self.stall, {}
         return {
             "step": launched.step,
             "attempt": self.attempt,
@@ -183,6 +179,7 @@ class Trainer:
             "learning_rate": launched.learning_rate,
             **memory_row(self.device),
             **scaling,
+            **stall,
         }
 
     def _write(self) -> None:
@@ -234,7 +231,9 @@ class Trainer:
             "spec": self.run.spec,
             "plan": self.plan,
         }
+        start = time.perf_counter()
         self.checkpoints.save(facts)
+        self.stall = {"checkpoint_s": time.perf_counter() - start}  # of the next step
 
     def _beat(self) -> None:
         now = time.monotonic()  # a wall clock that is set back must not silence a run

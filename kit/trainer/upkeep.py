@@ -3,11 +3,10 @@
 import gc
 import resource
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
-
-from kit.trainer.watchdog import Watchdog
 
 COLLECT_EVERY = 20
 """Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some 200 objects a layer
@@ -25,28 +24,17 @@ def collect_garbage(step: int) -> None:
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """Returns what the metrics say of memory: the peak of this rank, and of a GPU's allocator what it holds in reserve.
-
-    On a CPU the peak is that of the process; XLA does not tell.
-    """
-    if device.type == "xla":
-        return {"memory_bytes": None}
-    if device.type == "cpu":
-        return {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        "memory_bytes": stats["allocated_bytes.all.peak"],
-        "reserved_bytes": stats["reserved_bytes.all.peak"],
-        "allocation_retries": stats["num_alloc_retries"],
+    """Returns what the metrics say of memory: peaks of this rank, of its process on a CPU; XLA does not tell."""
+    if device.type != "cuda":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"memory_bytes": None if device.type == "xla" else peak}
+    names = {
+        "memory_bytes": "allocated_bytes.all.peak",
+        "reserved_bytes": "reserved_bytes.all.peak",
+        "allocation_retries": "num_alloc_retries",
     }
-
-
-def tell_of_compilation(watchdog: Watchdog) -> None:
-    """Lets a watchdog know when torch compiles."""
-    from torch._dynamo.callback import on_compile_end, on_compile_start
-
-    on_compile_start(watchdog.compile_begins)
-    on_compile_end(watchdog.compile_ends)
+    stats = torch.cuda.memory_stats(device)
+    return {name: stats[its] for name, its in names.items()}
 
 
 class SpeedProbe:
@@ -57,25 +45,21 @@ class SpeedProbe:
         self.matrix = torch.randn(PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device)
         self.out = torch.empty_like(self.matrix)
         self.marks: list[torch.cuda.Event] = []
-        self.asked_at = float("-inf")
-        self.seconds: float | None = None
+        self.asked_at, self.seconds = float("-inf"), None
 
     def look(self) -> float | None:
         """Returns the seconds of the best part of the newest probe that has ended; launches another if it is time."""
         if self.marks and self.marks[-1].query():
-            pairs = zip(self.marks, self.marks[1:], strict=False)
-            self.seconds = min(start.elapsed_time(end) for start, end in pairs) / 1e3
+            self.seconds = min(start.elapsed_time(end) for start, end in pairwise(self.marks)) / 1e3
             self.marks = []
         if not self.marks and time.monotonic() - self.asked_at > PROBE_EVERY_S:
             self.asked_at = time.monotonic()
-            self.marks = [self._mark()]
-            for _ in range(PROBE_PARTS):
-                for _ in range(PROBE_PRODUCTS):
-                    torch.mm(self.matrix, self.matrix, out=self.out)
-                self.marks.append(self._mark())
+            self.marks = [self._part() for _ in range(1 + PROBE_PARTS)]  # the first warms up
         return self.seconds
 
-    def _mark(self) -> torch.cuda.Event:
+    def _part(self) -> torch.cuda.Event:
+        for _ in range(PROBE_PRODUCTS):
+            torch.mm(self.matrix, self.matrix, out=self.out)
         mark = torch.cuda.Event(enable_timing=True)
         mark.record()
         return mark

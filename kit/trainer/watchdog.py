@@ -15,6 +15,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from cluster.heartbeats import MANY
+from kit.plan import Plan
+from kit.recipe import Recipe
+
 TICK_S = 0.5
 STEPS, REMEMBERED = 10, 20
 """A step may take this many times the longest of so many before it, however short the limit."""
@@ -26,13 +30,16 @@ SAY_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
 
 
-def patience_s(asked_s: float | None, default_s: float | None, is_many: bool) -> float | None:
+def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     """Returns how long a step may take: as asked, but of many ranks and where nothing was asked, MANY_LIMIT_S.
 
     The file system of a large machine may fail over to another server, which takes two minutes, and a restart of
     thousands of ranks costs more than a wait.
     """
-    return MANY_LIMIT_S if is_many and asked_s == default_s else asked_s
+    if plan.engine == "neuron":  # there any step may compile, for longer than anyone would wait for a hung rank
+        return None
+    is_asked = recipe.hung_after_s != Recipe.hung_after_s
+    return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S
 
 
 class Watchdog:

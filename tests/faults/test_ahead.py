@@ -70,6 +70,7 @@ def test_results_read_late_are_the_same_and_all_there_though_the_run_is_killed(p
     assert_same(late, straight)
     told = [[(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)]
     assert told[0] == told[1] and told[1][6][1] is not None
+    assert [row["step"] for row in rows(late) if row.get("checkpoint_s")] == [11, 21], "what a save costs the next step"
     killed = prepare("killed", **settings)
     attempt = Attempt(killed, 1, ahead())
     attempt.until_step(14)

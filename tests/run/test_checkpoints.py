@@ -80,6 +80,28 @@ def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelS
     assert Checkpoints(tmp_path / "checkpoints").steps() == [2, 3]
 
 
+def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
+    """Returns what three saves hold of a tensor that changes meanwhile, and in how many places it was copied."""
+    checkpoints, places = Checkpoints(directory), set()
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=3, keep_every=None)
+    weight, found = torch.zeros(1000), []
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        writer.start({"weight": weight.detach()}, facts(spec, step))  # as an engine gives it: a new view each time
+        weight.fill_(-1)
+        writer.finish()
+        assert writer.stager is not None
+        places |= {copy.data_ptr() for copy in writer.stager._state_dict_stager._cached_storage_mapping.values()}
+        read = {"weight": torch.zeros(1000)}
+        load(checkpoints, step, read, spec)
+        found.append(float(read["weight"].mean()))
+    return found, len(places)
+
+
+def test_saves_are_copied_to_the_same_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    assert run_ranks(1, copies_of_saves, tmp_path, spec) == [([1.0, 2.0, 3.0], 1)]
+
+
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
     """Returns the steps that count although nobody has asked the writer since it began."""
     checkpoints = Checkpoints(directory)

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.callback import callback_handler
+from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
 
 from kit.engines import gpu_runtime
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
 from kit.trainer import upkeep
-from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row, tell_of_compilation
+from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog
 from tests.monitor.recorded import recorded_run
 from tests.parity import batches, build, make_plan
@@ -84,17 +84,16 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
     assert [probe.look(), probe.look()] == [None, None], "launched, and not there yet"
     seconds = probe.look()
     assert seconds is not None and 0 < seconds < 1
-    assert probe.look() == seconds and len(launched) == upkeep.PROBE_PARTS * upkeep.PROBE_PRODUCTS
+    assert probe.look() == seconds and len(launched) == (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
     probe.asked_at -= upkeep.PROBE_EVERY_S
     probe.look()
-    assert len(launched) == 2 * upkeep.PROBE_PARTS * upkeep.PROBE_PRODUCTS
+    assert len(launched) == 2 * (1 + upkeep.PROBE_PARTS) * upkeep.PROBE_PRODUCTS
 
 
 def test_a_watchdog_hears_of_compilations():
     watchdog = Watchdog(None, rank=0, alive=lambda: None, silent_ranks=lambda for_s: None)
     seen = []
-    tell_of_compilation(watchdog)
-    begun, ended = callback_handler.start_callbacks[-1], callback_handler.end_callbacks[-1]
+    begun, ended = on_compile_start(watchdog.compile_begins), on_compile_end(watchdog.compile_ends)
     try:
 
         def backend(graph, _):

@@ -5,13 +5,16 @@ import time
 
 import pytest
 
+from kit.plan import Plan
+from kit.recipe import Recipe
 from kit.trainer import watchdog
 from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
 
 
 def test_patience_grows_with_the_ranks_unless_it_was_given():
-    assert [patience_s(40.0, 40.0, is_many) for is_many in (False, True)] == [40.0, MANY_LIMIT_S]
-    assert [patience_s(asked, 40.0, True) for asked in (None, 90.0)] == [None, 90.0]
+    recipe, few, many = Recipe(data="data", num_steps=1), Plan(), Plan(data_parallel=65, global_batch_size=65)
+    assert [patience_s(recipe, plan) for plan in (few, many)] == [40.0, MANY_LIMIT_S]
+    assert [patience_s(recipe.replace(hung_after_s=asked), many) for asked in (None, 90.0)] == [None, 90.0]
 
 
 @pytest.mark.parametrize(("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")])
