@@ -7,7 +7,7 @@ roll_back   weights and optimizer go back to the newest checkpoint, the data sin
 
 Steps count on in each case: every step reads a batch of its own and has its line in the metrics, with the number of
 dropped updates in `skipped`. AdamW counts the updates that it keeps, step - skipped. Rolling back and leaving out
-data is what PaLM did (arXiv 2204.02311, section 5.1). No torch.
+data is what PaLM did (arXiv 2204.02311, section 5.1). For these two a GPU is waited for at each step. No torch.
 """
 
 import math
