@@ -38,18 +38,12 @@ def attention_order(capability: tuple[int, int], cudnn: int | None) -> list[SDPB
 def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:
     """Returns the kernels that training this model takes: of attention, as torch answers, and of fp32 products."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
+    length = min(spec.sequence_length, 256)  # a longer one takes the same, and memory
     q, k = (
-        torch.empty(
-            1,
-            max(1, heads // plan.tensor_parallel),
-            spec.sequence_length,
-            spec.head_size,
-            dtype=dtype,
-            device=device,
-            requires_grad=True,
-        )  # fmt: skip
+        torch.empty(1, heads // plan.tensor_parallel or 1, length, spec.head_size, dtype=dtype, device=device)
         for heads in (spec.num_heads, spec.num_kv_heads)
     )
+    q.requires_grad_()
     attention = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape != k.shape)  # type: ignore
     tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {"attention": SDPBackend(attention).name, "fp32_products": "TF32" if tf32 else "fp32"}
