@@ -281,7 +281,7 @@ class Plan(Record):
             ("pipeline parallel", pipeline),
             ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage}{over})"),
             ("batch (sequences) = replicas x micro-batches x size", batch),
-            ("recompute, precision", f"{self.recompute}, {self.precision}"),
+            ("recompute, precision", f"{self.recompute}, {self.precision}{', compiled' if self.compile else ''}"),
             ("engine", self.engine),
         ]
         return html_table("Plan", rows)
