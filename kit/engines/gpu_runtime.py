@@ -1,5 +1,6 @@
 """How torch and NCCL run on GPUs: their memory, how long they wait for other ranks, and what they tell of a wait."""
 
+import contextlib
 import datetime
 import os
 from pathlib import Path
@@ -40,4 +41,5 @@ def dump_flight_recorder() -> None:
     """Writes this rank's last collectives, where NCCL has recorded any, to a file of its own."""
     dump = getattr(c10d, "_dump_nccl_trace", None)  # None: a torch without NCCL
     if dump is not None and TRACE_FILE in os.environ:
-        Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(dump())
+        with contextlib.suppress(OSError):  # the last word in the log is why the rank is ended
+            Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(dump())

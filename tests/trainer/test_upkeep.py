@@ -132,6 +132,8 @@ def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
     gpu_runtime.prepare(tmp_path)
     gpu_runtime.dump_flight_recorder()
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("nccl_trace_rank_3", b"trace")]
+    monkeypatch.setenv(gpu_runtime.TRACE_FILE, str(tmp_path / "gone" / "trace"))
+    gpu_runtime.dump_flight_recorder()  # and nothing is said of it, after the reason for the rank's end
 
 
 @pytest.mark.parametrize(("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)])
