@@ -23,7 +23,9 @@ PARTS = {
     "repeated": "steps that a later attempt did again",
     "first step": "what an attempt's first step took beyond the next ones: compilation, connections, caches",
     "start-up": "from the start of its processes to an attempt's first step",
-    "between steps": "validation, what a checkpoint holds up, records",
+    "checkpoints": "what a save held up; it goes on behind the steps that follow",
+    "validation": "held-out text between two steps",
+    "between steps": "records, requests, answers to bad steps",
     "ending": "after the last step of an attempt that ended well: its last checkpoint",
     "lost": "after the last step of an attempt that did not: until that was noticed and all was ended",
     "waiting": "in the queue, before the first attempt and for other nodes",
@@ -149,7 +151,11 @@ def _attempt(
     seconds["repeated"] = float(took[~counts].sum()) - extra * bool(len(counts) and not counts[0])
     seconds["first step"] = extra
     seconds["start-up"] = (starts[0] if len(starts) else end) - start
-    seconds["between steps"] = float((starts[1:] - ends[:-1]).sum())
+    gaps = starts[1:] - ends[:-1]
+    saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
+    validations = np.where(np.isfinite(steps["validation_loss"][:-1]), gaps - saves, 0.0)
+    seconds["checkpoints"], seconds["validation"] = float(saves.sum()), float(validations.sum())
+    seconds["between steps"] = float((gaps - saves - validations).sum())
     well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
     seconds["ending" if well else "lost"] = end - last if len(ends) else 0.0
     seconds["waiting"] = start - begin
@@ -163,7 +169,8 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
     counts = np.zeros(rows.shape[1])
     if rows.shape[1]:
         counts[supersede(places, first_steps(places, {}))[2].astype(int)] = 1
-    columns = {name: rows[NAMES.index(name)] for name in ("attempt", "time", "step_time_s")} | {"counts": counts}
+    names = ("attempt", "time", "step_time_s", "validation_loss", "checkpoint_s")
+    columns = {name: rows[NAMES.index(name)] for name in names} | {"counts": counts}
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}
 

@@ -20,6 +20,7 @@ from cluster.job import Job, JobSpec
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from kit import launcher
 from kit.convert import load_model
+from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import Row, load_average, row, write_results
@@ -329,6 +330,11 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
     difference = float(np.abs(ours["loss"] / theirs["loss"] - 1).max())
     ROWS.append(row("training, killed and preempted: largest difference in loss", difference, at_most=1e-6))
+    spent, history = ledger(run), read_history(run.directory)
+    assert spent.wall_s == pytest.approx(history[-1].time - history[0].time, rel=1e-6) and spent.idle_s == 0
+    parts = spent.seconds
+    assert all(parts[part] > 0 for part in ("repeated", "start-up", "lost", "waiting", "checkpoints")), parts
+    assert 0 < spent.goodput < 1 and parts["productive"] == pytest.approx(ours["step_time_s"].sum(), rel=0.5)
 
 
 def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, recipe, tmp_path):

@@ -19,9 +19,9 @@ def happened(run: Run, attempt: int, at: float, state: JobState, **fields) -> No
         stream.write(json.dumps(Event(time=at, attempt=attempt, state=state, **fields).to_dict()) + "\n")
 
 
-def step(run: Run, number: int, attempt: int, ended: float, took: float = 1.0) -> None:
+def step(run: Run, number: int, attempt: int, ended: float, took: float = 1.0, **more: float) -> None:
     with (run.directory / "metrics.jsonl").open("a") as stream:
-        stream.write(lines([row(number, attempt, time=ended, step_time_s=took)]))
+        stream.write(lines([row(number, attempt, time=ended, step_time_s=took, **more)]))
 
 
 @pytest.fixture
@@ -50,6 +50,16 @@ def test_every_second_has_its_place(told):
     })  # fmt: skip
     assert found.wall_s == pytest.approx(68) and found.idle_s == 0
     assert found.goodput == pytest.approx(14 / 38), "no node is held while it waits"
+
+
+def test_saves_and_validation_are_told_apart(run):
+    (run.directory / "metrics.jsonl").write_text("")
+    step(run, 1, 1, 101.0, validation_loss=3.0)
+    step(run, 2, 1, 109.0, checkpoint_s=3.0)  # 7 s between them: 3 of the save, 4 of the validation
+    step(run, 3, 1, 110.5, checkpoint_s=9.0)  # no longer than the gap
+    found = ledger(run).seconds
+    assert (found["checkpoints"], found["validation"]) == (pytest.approx(3.5), pytest.approx(4.0))
+    assert sum(found.values()) == pytest.approx(10.5) and found["between steps"] == 0
 
 
 def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
