@@ -31,8 +31,8 @@ from kit.spec import ModelSpec
 app = typer.Typer()
 DEMO = "demo"
 DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
-SELECTIVE = """Selective recomputation that is not compiled costs some 4 ms of Python a layer and micro-batch, in which \
-a GPU may wait. Compile it (--set plan.compile=true), or use --set plan.recompute=full."""
+SELECTIVE = """Selective recomputation that is not compiled costs some 4 ms of Python a layer and micro-batch, in \
+which a GPU may wait. Compile it (--set plan.compile=true), or use --set plan.recompute=full."""
 NEEDED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
 """Fields of a recipe that have no default, and how to give them."""
 
