@@ -172,10 +172,16 @@ class Output(nn.Linear):
     The loss is inside, since what shards or hooks the weight does so around a module's forward pass.
     """
 
+    compiled = False
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compiles what the loss does with logits; the rest are matrix products, and a Python loop over chunks."""
+        self.compiled = True
+
     def forward(self, x_BTH: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if targets_BT is None:
             return super().forward(x_BTH)
-        return chunked_cross_entropy(x_BTH.flatten(0, 1), self.weight, targets_BT.flatten())
+        return chunked_cross_entropy(x_BTH.flatten(0, 1), self.weight, targets_BT.flatten(), compiled=self.compiled)
 
 
 class Decoder(nn.Module):

@@ -5,6 +5,7 @@ Shape letters: N tokens, R tokens of a chunk, H hidden, V vocabulary.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,48 +16,63 @@ from torch.nn import functional as F
 from kit.plan import logits_at_once
 
 
-def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor) -> Tensor:
+def chunked_cross_entropy(x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, compiled: bool = False) -> Tensor:
     """Returns the mean negative log-likelihood of `targets_N` in nats, fp32, under the logits x W^T.
 
     Equals `F.cross_entropy(F.linear(x, weight).float(), targets)`, and its gradients, up to rounding. Nothing is
     computed twice: gradients are made in the forward pass, chunk by chunk, and summed in fp32, as by Liger Kernel's
     FusedLinearCrossEntropy (arXiv 2410.10989). One backward pass only, and not for fp16: its loss scale would come
-    too late.
+    too late. `compiled` makes one kernel of what is done with logits: half the time of that on a CPU.
     """
     gradients = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
-    return _ChunkedCrossEntropy.apply(x_NH, weight_VH, targets_N, gradients)  # type: ignore[return-value]
+    return _ChunkedCrossEntropy.apply(x_NH, weight_VH, targets_N, gradients, compiled)  # type: ignore[return-value]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, gradients: bool, compiled: bool
+    ) -> Tensor:
         rows = _rows(len(weight_VH), x_NH.device)
         dx_NH, dweight_VH = torch.empty_like(x_NH if gradients else x_NH[:0]), None
         loss = x_NH.new_zeros((), dtype=torch.float32)
         for start in range(0, len(x_NH), rows):
             chunk = slice(start, start + rows)
-            logits_RV = F.linear(x_NH[chunk], weight_VH)
-            log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
-            log_p_R1 = log_p_RV.gather(1, targets_N[chunk, None])
+            softmax = _compiled_softmax() if compiled and gradients else _softmax_in_place
+            d_RV, log_p_R1 = softmax(F.linear(x_NH[chunk], weight_VH), targets_N[chunk, None])
             loss -= log_p_R1.sum()
             if gradients:
-                # By the logits, times N: softmax - one-hot, in their memory. Its -(1 - p) is rounded only once.
-                d_RV = torch.exp(log_p_RV, out=logits_RV)
+                # By the logits, times N: softmax - one-hot. Its -(1 - p) is rounded only once.
                 d_RV.scatter_(1, targets_N[chunk, None], log_p_R1.expm1().to(d_RV.dtype))
-                del log_p_RV  # which the sum of products has no room for
                 torch.mm(d_RV, weight_VH, out=dx_NH[chunk])
                 dweight_VH = _add_product(dweight_VH, d_RV.T, x_NH[chunk])
-                del d_RV
-            log_p_RV = logits_RV = None  # else they live on beside the next chunk's
+            del d_RV  # else it lives on beside the next chunk's
         ctx.gradients = dx_NH, dweight_VH
         return loss / len(x_NH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (dx_NH, dweight_VH), ctx.gradients = ctx.gradients, None  # scaled in place: a second backward pass must fail
         share = dloss / len(dx_NH)
-        return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None
+        return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None, None
+
+
+def _softmax_in_place(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the probabilities in the memory of the logits, and in fp32 the logarithm of those of the targets."""
+    log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
+    return torch.exp(log_p_RV, out=logits_RV), log_p_RV.gather(1, targets_R1)
+
+
+def _softmax(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the same; compiled, it has no logarithms in memory."""
+    log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
+    return log_p_RV.exp().to(logits_RV.dtype), log_p_RV.gather(1, targets_R1)
+
+
+@functools.cache
+def _compiled_softmax() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(_softmax, dynamic=False)  # two sizes, whole chunks and the last
 
 
 def _rows(vocab_size: int, device: torch.device) -> int:

@@ -38,6 +38,8 @@ def build_decoders(
             if name != "layers":
                 _materialise(child, spec, f"{name}.", device, seed)
         decoder.tie()
+        if plan.compile and decoder.output is not None:
+            decoder.output.compile()
         if needs_sharding(plan):
             shard_ends(decoder, plan, mesh)
         decoders.append(decoder)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from cluster.site import Site
 from kit.estimate.theory.activations import KIT, engine_kernels
 from kit.model import build_decoder
-from kit.model.cross_entropy import chunked_cross_entropy
+from kit.model.cross_entropy import _softmax, chunked_cross_entropy
 from kit.plan import logits_at_once
 
 N, H, V = 50, 16, 300
@@ -26,11 +26,13 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_equals_all_logits_at_once(dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_equals_all_logits_at_once(dtype: torch.dtype, tolerance: float, compiled: bool, monkeypatch) -> None:
+    monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)  # what would be compiled
     x_NH, weight_VH, targets_N = inputs(dtype)
     expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
     gradients = torch.autograd.grad(3 * expected, (x_NH, weight_VH))
-    found = chunked_cross_entropy(x_NH, weight_VH, targets_N)
+    found = chunked_cross_entropy(x_NH, weight_VH, targets_N, compiled=compiled)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for mine, theirs in zip(torch.autograd.grad(3 * found, (x_NH, weight_VH)), gradients, strict=True):
