@@ -61,10 +61,13 @@ def main() -> int:
     """Runs the named benchmarks, by default all, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default all")
+    models = gpu.models()
+    parser.add_argument("--model", choices=models, default=next(iter(models)), help="of gpu; default %(default)s")
     parser.add_argument("--data", type=Path, default=Path("data/demo"), help="dataset; built if absent")
     options = parser.parse_args()
     if unknown := set(options.names) - set(BENCHMARKS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join(BENCHMARKS)}.")
+    BENCHMARKS["gpu"] = lambda workplace, dataset: gpu.measure(workplace, model=options.model)
     console = Console()
     dataset = demo_dataset(options.data)
     for name in options.names or BENCHMARKS:
@@ -72,7 +75,10 @@ def main() -> int:
         console.rule(name)
         with tempfile.TemporaryDirectory(prefix="kit-bench-") as workplace, console.status(f"measuring {name}"):
             rows = BENCHMARKS[name](Path(workplace), dataset)
-        results = write_results(name, rows, command=f"python -m tests.benchmarks {name}", load_before=load)
+        command = f"python -m tests.benchmarks {name}"
+        if name == "gpu":  # a file and a table for each model
+            name, command = gpu.results_name(options.model), f"{command} --model {options.model}"
+        results = write_results(name, rows, command=command, load_before=load)
         console.print(Markdown(table(results)))
     write_headlines()
     for document in DOCUMENTS:

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.contestants NAME   each line on standard input is a number of steps; each answer a line
 
 Each runs in a process of its own, since the Trainer and a process group change the state of theirs, and only when told
-to, so that several can take turns.
+to, so that several can take turns. It works in a folder that holds the initial weights of all, `WEIGHTS`.
 """
 
 import argparse
@@ -23,16 +23,19 @@ from torch.nn import functional as F
 from cluster.record import Record, field_doc
 from kit.convert.hugging_face_config import config_of
 from kit.convert.names import to_theirs
-from kit.engines import build_engine
+from kit.engines import PortableEngine, build_engine
 from kit.engines.adamw import adamw
 from kit.engines.process_group import keep_freed_memory
 from kit.errors import MissingPackageError
-from kit.model import Decoder, build_decoder
+from kit.model import Decoder, empty_decoder
+from kit.parallel.gradients import local
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 NUM_BATCHES = 8
+WEIGHTS = Path("weights.pt")
+"""By the kit's names, fp32; each contestant starts from a copy."""
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-3, weight_decay=0.0)
 
@@ -46,14 +49,13 @@ class Setup(Record):
     device: Literal["cpu", "cuda"] = field_doc("where", default="cpu")
     precision: Literal["fp32", "bf16"] = field_doc("of the products; weights and moments are fp32", default="fp32")
     compile: bool = field_doc("by torch.compile", default=False)
-    recompute: Literal["none", "selective"] = field_doc("by the kit; the others keep all activations", default="none")
 
     @property
     def plan(self) -> Plan:
         """The kit's plan for it, on one device."""
         return Plan(
             global_batch_size=self.batch_size, micro_batch_size=self.batch_size, precision=self.precision,
-            compile=self.compile, recompute=self.recompute,
+            compile=self.compile,
         )  # fmt: skip
 
 
@@ -72,18 +74,29 @@ class Turns:
         if not order:
             sys.exit(0)
         self.steps = self.left = int(order)
+        self.losses: list[Any] = []
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         self.wall_s, self.cpu_s = time.perf_counter(), time.process_time()
 
-    def step_done(self, loss: float | Tensor) -> None:
-        """Must be called after each step with its loss. The last of a turn reports, and waits for the next turn."""
+    def step_done(self, loss: Any) -> None:
+        """Must be called after each step with its loss, (loss, norm), or a result that gives those by `read`.
+
+        The last of a turn reports, and waits for the next turn.
+        """
+        self.losses.append(loss)
         self.left -= 1
         if self.left:
             return
-        value = float(torch.as_tensor(loss).detach())  # waits for an accelerator
-        wall_s, cpu_s = time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
-        answer = {"step_s": wall_s / self.steps, "step_cpu_s": cpu_s / self.steps, "loss": value}
+        read = [each.read() if hasattr(each, "read") else each for each in self.losses]  # waits for a device
+        losses = [float(each[0] if isinstance(each, tuple) else each) for each in read]
         if torch.cuda.is_available():
-            answer["memory_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.synchronize()  # the last update too
+        wall_s, cpu_s = time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
+        answer = {"step_s": wall_s / self.steps, "step_cpu_s": cpu_s / self.steps, "losses": losses}
+        if torch.cuda.is_available():
+            answer["allocated_bytes"] = torch.cuda.max_memory_allocated()
+            answer["reserved_bytes"] = torch.cuda.max_memory_reserved()
         print(json.dumps(answer), flush=True)
         self.wait()
 
@@ -94,9 +107,21 @@ def batches(setup: Setup) -> Tensor:
     return torch.randint(setup.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
+def initial_decoder(spec: ModelSpec) -> Decoder:
+    """Returns the kit's model with the weights that all start from, on the CPU."""
+    decoder = empty_decoder(spec)
+    decoder.load_state_dict(torch.load(WEIGHTS, mmap=True))
+    return decoder
+
+
 def kit(turns: Turns, setup: Setup) -> None:
     """The kit's native engine, as one rank of a job runs it."""
     _kit(turns, setup, setup.plan)
+
+
+def kit_selective(turns: Turns, setup: Setup) -> None:
+    """The same with selective recomputation, which no rival does."""
+    _kit(turns, setup, setup.plan.replace(recompute="selective"))
 
 
 def deepspeed_zero0(turns: Turns, setup: Setup) -> None:
@@ -110,33 +135,49 @@ def deepspeed_zero1(turns: Turns, setup: Setup) -> None:
 
 
 def _kit(turns: Turns, setup: Setup, plan: Plan) -> None:
-    backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    _alone(setup)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
-    data = batches(setup)
+    assert isinstance(engine, PortableEngine)
+    engine.restore_optimizer(0)
+    initial = initial_decoder(setup.spec).state_dict()
+    for name, tensor in engine.state_dict().items():
+        kind, _, parameter = name.partition(".")
+        with torch.no_grad():
+            local(tensor).copy_(initial[parameter]) if kind == "model" else local(tensor).zero_()
+    engine.after_load()
+    step, data = getattr(engine, "begin_step", engine.train_step), batches(setup)  # as the loop of a rank
     turns.wait()
     for samples in itertools.cycle(data):
-        loss, _ = engine.train_step(samples, RECIPE.learning_rate)
-        turns.step_done(loss)
+        turns.step_done(step(samples, RECIPE.learning_rate))
+
+
+def _alone(setup: Setup) -> None:
+    """Starts a process group of this process."""
+    backend = "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def plain(turns: Turns, setup: Setup) -> None:
-    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: fused AdamW and attention."""
-    model: Any = build_decoder(setup.spec, seed=RECIPE.seed).to(setup.device)
+    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: loss compiled, fused AdamW."""
+    model = initial_decoder(setup.spec).to(setup.device)
     optimizer = adamw(model.parameters(), RECIPE)
     data = batches(setup).to(setup.device)
-    model = torch.compile(model) if setup.compile else model
     half = setup.precision == "bf16"
+
+    def forward(samples: Tensor) -> Tensor:
+        logits_BTV = model(samples[:, :-1])
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), samples[:, 1:].reshape(-1))
+
+    forward = torch.compile(forward) if setup.compile else forward
     turns.wait()
     for samples in itertools.cycle(data):
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(setup.device, torch.bfloat16, enabled=half):
-            logits_BTV = model(samples[:, :-1])
-            loss = F.cross_entropy(logits_BTV.flatten(0, 1).float(), samples[:, 1:].reshape(-1))
+            loss = forward(samples)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        turns.step_done(loss)
+        turns.step_done(loss.detach())
 
 
 def transformers(turns: Turns, setup: Setup) -> None:
@@ -171,7 +212,7 @@ def transformers(turns: Turns, setup: Setup) -> None:
     )
     # `shift_labels` are targets as they are, so that all T positions count, as in the other loops.
     rows = [{"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]} for row in batches(setup).flatten(0, 1)]
-    model, losses = theirs(build_decoder(setup.spec, seed=RECIPE.seed)), []
+    model, losses = theirs(initial_decoder(setup.spec)), []
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss.detach()))
 
     class TakeTurns(TrainerCallback):
@@ -198,7 +239,71 @@ def theirs(decoder: Decoder) -> Any:
     return model
 
 
-CONTESTANTS = {function.__name__: function for function in (kit, plain, transformers, deepspeed_zero0, deepspeed_zero1)}
+def torchtitan(turns: Turns, setup: Setup) -> None:
+    """torchtitan's own Llama, `parallelize_llama` and loss (written for 0.3.0), as its trainer puts them together."""
+    if setup.spec.family != "llama":
+        sys.exit("torchtitan has no GPT-2")
+    from torchtitan.components.loss import CrossEntropyLoss  # type: ignore
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # type: ignore
+    from torchtitan.distributed import ParallelDims, parallel_dims  # type: ignore
+    from torchtitan.distributed.utils import clip_grad_norm_  # type: ignore
+    from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama  # type: ignore
+
+    _alone(setup)
+    parallel_dims.device_type = setup.device  # it takes CUDA for granted
+    parallelism, compiling = ParallelismConfig(spmd_backend="partial_dtensor"), CompileConfig(enable=setup.compile)
+    names = {"fp32": "float32", "bf16": "bfloat16"}
+    config = _torchtitan_config(setup.spec)
+    model = config.build()
+    model.init_weights()
+    weights = ((name, weight.detach()) for name, weight in initial_decoder(setup.spec).named_parameters())
+    model.load_state_dict(Llama3StateDictAdapter(config, None).from_hf(to_theirs(setup.spec, weights)))
+    model = parallelize_llama(
+        model.to(setup.device), parallel_dims=ParallelDims.from_config(parallelism, 1),
+        training=TrainingConfig(mixed_precision_param=names[setup.precision], seq_len=setup.spec.sequence_length),
+        parallelism=parallelism, compile_config=compiling, ac_config=None, dump_folder="unused",
+    )  # fmt: skip
+    optimizer, loss_of = adamw(model.parameters(), RECIPE), CrossEntropyLoss.Config().build(compile_config=compiling)
+    data, count = batches(setup).to(setup.device), torch.tensor(float(setup.batch_size * setup.spec.sequence_length))
+    turns.wait()
+    for samples in itertools.cycle(data):
+        optimizer.zero_grad(set_to_none=True)
+        loss, _ = loss_of(model(samples[:, :-1]), samples[:, 1:].contiguous(), count.to(setup.device))
+        loss.backward()
+        clip_grad_norm_(list(model.parameters()), 1.0)
+        optimizer.step()
+        turns.step_done(loss.detach())
+
+
+def _torchtitan_config(spec: ModelSpec) -> Any:
+    """Returns torchtitan's configuration of a Llama of these shapes, as its `llama3_configs` build theirs."""
+    from torchtitan.models import llama3  # type: ignore
+    from torchtitan.models.common.attention import ScaledDotProductAttention  # type: ignore
+
+    weights = {"weight": torch.nn.init.zeros_}  # a copy of ours comes
+    rope = llama3.ComplexRoPE.Config(dim=spec.head_size, max_seq_len=spec.sequence_length, theta=spec.rope_theta)
+    layers = llama3._build_llama3_layers(
+        n_layers=spec.num_layers, dim=spec.hidden_size, n_heads=spec.num_heads, n_kv_heads=spec.num_kv_heads,
+        hidden_dim=spec.ffn_hidden_size, rope=rope, attn_backend="varlen",
+    )  # fmt: skip
+    for layer in layers:  # documents are not masked, by the others neither
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    norms = [norm for layer in layers for norm in (layer.attention_norm, layer.ffn_norm)]
+    norms.append(llama3.RMSNorm.Config(normalized_shape=spec.hidden_size, param_init=weights))
+    for norm in norms:
+        norm.eps = spec.norm_eps
+    shape = {"num_embeddings": spec.vocab_size, "embedding_dim": spec.hidden_size}
+    return llama3.Llama3Model.Config(
+        dim=spec.hidden_size, vocab_size=spec.vocab_size, layers=layers, norm=norms[-1],
+        enable_weight_tying=spec.tied_embeddings, tok_embeddings=llama3.Embedding.Config(**shape, param_init=weights),
+        lm_head=llama3.Linear.Config(in_features=spec.hidden_size, out_features=spec.vocab_size, param_init=weights),
+    )  # fmt: skip
+
+
+CONTESTANTS = {
+    function.__name__: function
+    for function in (kit, kit_selective, plain, transformers, deepspeed_zero0, deepspeed_zero1, torchtitan)
+}
 
 
 def main() -> None:

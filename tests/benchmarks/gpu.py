@@ -1,9 +1,10 @@
-"""One GPU: tokens/s, MFU and memory of the kit in bf16, beside a plain compiled loop, Trainer and DeepSpeed ZeRO-1.
+"""One model on one GPU: tokens/s, MFU and memory of the kit, beside a compiled loop, Trainer, DeepSpeed and torchtitan.
 
-Without a GPU, a tiny model runs through the same code on the CPU, in fp32 and uncompiled, so that the program is known
-to work; its rows say so and have no targets.
+Each has the device to itself, one after the other. Without a GPU the same program compares one CPU thread each, in
+fp32, compiled and by turns; there processor time counts, which other work on the machine disturbs less than the wall.
 """
 
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,55 +15,68 @@ from cluster.site import Site
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import memory
 from kit.measure.gemm import measure_gemm_flops_per_s
+from kit.plan import Recompute
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
-from tests.benchmarks.contestants import Setup
-from tests.benchmarks.train_speed import Entrant, take_answers
+from tests.benchmarks.contestants import DEMO, Setup
+from tests.benchmarks.train_speed import LARGER, SAME_LOSS, Entrant, differences, take_answers
 
-KIT = "kit"
+KIT, SELECTIVE, PLAIN = "kit", "kit, selective recomputation", "plain compiled loop"
 ENTRANTS = {
-    KIT: Entrant(name="kit", keep_freed_memory=False),
-    "plain compiled loop": Entrant(name="plain", keep_freed_memory=False),
-    "Trainer": Entrant(name="transformers", keep_freed_memory=False),
-    "DeepSpeed ZeRO-1": Entrant(name="deepspeed_zero1", keep_freed_memory=False),
-}
+    name: Entrant(name=contestant, keep_freed_memory=True)
+    for name, contestant in {
+        KIT: "kit", SELECTIVE: "kit_selective", PLAIN: "plain", "Trainer": "transformers",
+        "DeepSpeed ZeRO 1": "deepspeed_zero1", "torchtitan": "torchtitan",
+    }.items()
+}  # fmt: skip
+RECOMPUTED: dict[str, Recompute] = {KIT: "none", SELECTIVE: "selective"}
 DATASHEETS = {"H100": "dgx-h100", "H200": "dgx-h100", "A100": "selene"}
 """Site whose device has the same peak, by a part of the name that CUDA gives. Source: NVIDIA's data sheets."""
-MFU_WANTED = {"gpt-1.4b": 0.55}
-ROUNDS, STEPS = 3, 5
+MFU_WANTED = {"gpt-1.4b": 0.55, "llama3-8b-8-layers": 0.55}
+ON_CPU_WANTED = 0.98
+LIMIT_S = 450.0
+"""Of all contestants of one model, so that a command takes less than eight minutes."""
 
 
-def setups(has_gpu: bool) -> list[Setup]:
-    """Returns what is trained: three models on a GPU, each in one pass of a few thousand tokens; else a tiny one."""
-    if not has_gpu:
-        tiny = ModelSpec.preset("demo").replace(name="tiny", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4,
-                                                ffn_hidden_size=128, sequence_length=64)  # fmt: skip
-        return [Setup(spec=tiny, batch_size=2, recompute="selective")]
+def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
+    """Returns setup and steps of a turn by name, for the device at hand. On a GPU 8,192 tokens a step, in one pass."""
+    if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
+        tiny = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 128}
+        spec = DEMO.spec.replace(name="tiny", sequence_length=64, **tiny)
+        return {"demo": (DEMO.replace(batch_size=8), 3), "llama-100m": (LARGER, 1),
+                "tiny": (Setup(spec=spec, batch_size=2), 3)}  # fmt: skip
     llama_1b = ModelSpec.llama(
         name="llama-1b", num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, ffn_hidden_size=8192,
         vocab_size=32_000, sequence_length=2048,
     )  # fmt: skip
-    eight_layers = ModelSpec.preset("llama3-8b").replace(name="llama3-8b, 8 layers", num_layers=8, sequence_length=2048)
+    eight_layers = ModelSpec.preset("llama3-8b").replace(name="llama3-8b-8-layers", num_layers=8, sequence_length=2048)
     specs = (ModelSpec.preset("gpt-1.4b").replace(sequence_length=2048), llama_1b, eight_layers)
-    given: dict[str, Any] = {"device": "cuda", "precision": "bf16", "compile": True, "recompute": "selective"}
-    return [Setup(spec=spec, batch_size=4, **given) for spec in specs]
+    return {spec.name: (Setup(spec=spec, batch_size=4, device="cuda", precision="bf16"), 5) for spec in specs}
 
 
-def measure(workplace: Path, *, rounds: int = ROUNDS, steps: int = STEPS) -> list[Row]:
-    """Returns the rows of all models; `workplace` is an empty folder.
+def measure(workplace: Path, *, model: str | None = None, rounds: int = 5, compiled: bool = True) -> list[Row]:
+    """Returns the rows of one model, by default the first for this machine's device; `workplace` is an empty folder.
 
     Raises:
-        RuntimeError: a process failed, or the loops do not train the same model.
+        KeyError: no such model for this device.
+        RuntimeError: the kit itself failed.
     """
-    has_gpu = torch.cuda.is_available()
-    chosen = setups(has_gpu)
-    gemm = measure_gemm_flops_per_s(chosen[0].precision)
-    name = torch.cuda.get_device_name() if has_gpu else "CPU: this checks the program, it says nothing of a GPU"
-    rows = [row(f"matrix product, {chosen[0].precision}", gemm / 1e12, "TFLOP/s", note=name)]
-    for setup in chosen:
-        answers = take_answers(ENTRANTS, workplace, threads=1, rounds=rounds, steps=steps, setup=setup)
-        rows += _rows(setup, answers, gemm, datasheet_peak(name) if has_gpu else None)
-    return rows
+    setup, steps = models()[model or next(iter(models()))]
+    setup, has_gpu = setup.replace(compile=compiled), setup.device == "cuda"
+    gemm = measure_gemm_flops_per_s(setup.precision)
+    name = torch.cuda.get_device_name() if has_gpu else "one thread of a CPU: it says nothing of a GPU"
+    rows = [row(f"matrix product, {setup.precision}", gemm / 1e12, "TFLOP/s", note=name)]
+    answers, absent = take_answers(
+        ENTRANTS, workplace, threads=1, rounds=rounds, steps=steps, setup=setup, together=not has_gpu, limit_s=LIMIT_S
+    )
+    if KIT in absent:
+        raise RuntimeError(f"the kit did not train {setup.spec.name}: {absent[KIT]}")
+    return rows + judged(setup, answers, absent, gemm, datasheet_peak(name) if has_gpu else None)
+
+
+def results_name(model: str) -> str:
+    """Returns the name of a model's results: `gpu_gpt_1_4b`, or `compiled_demo` on a CPU."""
+    return re.sub(r"\W", "_", f"{'gpu' if torch.cuda.is_available() else 'compiled'}_{model}")
 
 
 def datasheet_peak(device: str) -> float | None:
@@ -71,24 +85,49 @@ def datasheet_peak(device: str) -> float | None:
     return Site.load(site).peak_flops_per_s("bf16") if site else None
 
 
-def _rows(setup: Setup, answers: dict[str, list[dict[str, float]]], gemm: float, peak: float | None) -> list[Row]:
-    """Returns tokens/s of all, the kit's ratios, and its MFU and memory; targets are of a GPU alone."""
-    model, on_gpu = setup.spec.name, setup.device == "cuda"
-    tokens = setup.batch_size * setup.spec.sequence_length
-    times = {name: [answer["step_s"] for answer in given] for name, given in answers.items()}
+def judged(
+    setup: Setup, answers: dict[str, list[dict]], absent: dict[str, str], gemm: float, peak: float | None
+) -> list[Row]:
+    """Returns tokens/s of all, the kit's ratio to each rival that trains the same model, and its MFU and memory."""
+    model, tokens = setup.spec.name, setup.batch_size * setup.spec.sequence_length
+    clock = "step_s" if setup.device == "cuda" else "step_cpu_s"
+    unit = "tokens/s" if setup.device == "cuda" else "tokens/CPU-s"
+    times = {name: [answer[clock] for answer in given[1:]] for name, given in answers.items()}
     rates = {name: tokens / statistics.median(given) for name, given in times.items()}
-    rows = [row(f"{name}, {model}", rate, "tokens/s") for name, rate in rates.items()]
-    for name in list(rates)[1:]:
-        ratio = statistics.median(theirs / ours for ours, theirs in zip(times[KIT], times[name], strict=True))
-        wanted = (1.3 if name == "Trainer" else 1.0) if on_gpu else None
-        rows.append(row(f"{KIT} / {name}, {model}", ratio, "x", at_least=wanted))
+    differing, rows = differences(answers), []
+    for name, rate in rates.items():
+        told = f"{tokens / max(times[name]):,.0f} to {tokens / min(times[name]):,.0f}"
+        rows.append(row(f"{name}, {model}", rate, unit, note=told))
+        if differing[name] > SAME_LOSS[setup.precision]:
+            refused = {"note": "so its speed is compared with nothing", "at_most": SAME_LOSS[setup.precision]}
+            rows.append(row(f"{name}, {model}: losses differ from the kit's", differing[name], "fraction", **refused))
+        elif name not in RECOMPUTED:
+            rows.append(_ratio(setup, name, times))
+    if absent:
+        note = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        rows.append(row(f"not measured, {model}", len(absent), note=note))
     flops = rates[KIT] * setup.spec.flops_per_token()
     rows.append(row(f"MFU against this run's matrix product, {model}", flops / gemm, "fraction"))
     if peak is not None:
         wanted = MFU_WANTED.get(model)
         rows.append(row(f"MFU against the data sheet, {model}", flops / peak, "fraction", at_least=wanted))
-    if used := max((answer.get("memory_bytes", 0.0) for answer in answers[KIT]), default=0.0):
-        expected = float(memory(Layouts.of(setup.spec, [setup.plan], flash_attention=2)).last.total.item())
-        error, note = abs(expected / used - 1), f"{used / 2**30:.1f} GiB used, {expected / 2**30:.1f} estimated"
-        rows.append(row(f"memory: error of the estimate, {model}", error, "fraction", at_most=0.05, note=note))
-    return rows
+    return rows + [
+        _memory(setup, name, answers[name]) for name in RECOMPUTED if "allocated_bytes" in answers.get(name, [{}])[0]
+    ]
+
+
+def _ratio(setup: Setup, rival: str, times: dict[str, list[float]]) -> Row:
+    ratios = [theirs / ours for ours, theirs in zip(times[KIT], times[rival], strict=True)]
+    wanted = 1.0 if setup.device == "cuda" else ON_CPU_WANTED if rival == PLAIN and setup.spec.name != "tiny" else None
+    note = f"median of {len(ratios)} rounds, {min(ratios):.2f} to {max(ratios):.2f}"
+    return row(f"{KIT} / {rival}, {setup.spec.name}", statistics.median(ratios), "x", at_least=wanted, note=note)
+
+
+def _memory(setup: Setup, name: str, answers: list[dict[str, Any]]) -> Row:
+    """Returns how far the estimate is from what was allocated; what the allocator reserved for it is told beside it."""
+    allocated, reserved = (max(each[f"{kind}_bytes"] for each in answers[1:]) for kind in ("allocated", "reserved"))
+    layouts = Layouts.of(setup.spec, [setup.plan.replace(recompute=RECOMPUTED[name])], flash_attention=2)
+    expected = float(memory(layouts).last.total.item())
+    told = f"{allocated / 2**30:.1f} GiB allocated, {expected / 2**30:.1f} estimated; {reserved / 2**30:.1f} reserved"
+    subject = f"{name}, {setup.spec.name}: error of the estimated memory"
+    return row(subject, abs(expected / allocated - 1), "fraction", at_most=0.05, note=told)

@@ -11,16 +11,22 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from kit.model import build_decoder
 from kit.show.results import Row, row
 from kit.spec import ModelSpec
-from tests.benchmarks.contestants import DEMO, Setup
+from tests.benchmarks.contestants import DEMO, RECIPE, WEIGHTS, Setup
 
 STEPS_PER_TURN = 3
-SAME_LOSS = 1e-4
-SAME_LOSS_BF16 = 2e-2
+EARLY_STEPS = 5
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,70 +98,101 @@ def compare(
 
 
 def take_turns(
+    entrants: dict[str, Entrant], workplace: Path, *, threads: int, rounds: int, steps: int = STEPS_PER_TURN,
+    setup: Setup = DEMO,
+) -> dict[str, list[float]]:  # fmt: skip
+    """Returns the seconds per step of each entrant in each round.
+
+    Raises:
+        RuntimeError: a process failed, or the loops do not train the same model.
+    """
+    answers, absent = take_answers(entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup)
+    differing = differences(answers)
+    wrong = {name: f"losses differ by {by:.1g}" for name, by in differing.items() if by > SAME_LOSS[setup.precision]}
+    if absent or wrong:
+        raise RuntimeError(
+            f"Not all loops train, and the same model, so their speeds do not compare: {absent | wrong}."
+        )
+    return {name: [answer["step_s"] for answer in given[1:]] for name, given in answers.items()}
+
+
+def differences(answers: dict[str, list[dict]]) -> dict[str, float]:
+    """Returns by how much the losses of the first steps differ from those of the first entrant, at most, relative."""
+    losses = {name: [loss for answer in given for loss in answer["losses"]] for name, given in answers.items()}
+    first, count = next(iter(losses.values())), min(EARLY_STEPS, min(map(len, losses.values())))
+    return {
+        name: max(abs(theirs / ours - 1) for ours, theirs in zip(first[:count], given[:count], strict=True))
+        for name, given in losses.items()
+    }
+
+
+def take_answers(
     entrants: dict[str, Entrant],
     workplace: Path,
     *,
     threads: int,
     rounds: int,
-    steps: int = STEPS_PER_TURN,
-    setup: Setup = DEMO,
-) -> dict[str, list[float]]:
-    """Returns the seconds per step of each entrant in each round; errors as `take_answers`."""
-    answers = take_answers(entrants, workplace, threads=threads, rounds=rounds, steps=steps, setup=setup)
-    return {name: [answer["step_s"] for answer in given] for name, given in answers.items()}
+    steps: int,
+    setup: Setup,
+    together: bool = True,
+    limit_s: float = 3600.0,
+) -> tuple[dict[str, list[dict]], dict[str, str]]:
+    """Returns what each entrant answers in each round, after one to warm up, and why any has no answers.
 
-
-def take_answers(
-    entrants: dict[str, Entrant], workplace: Path, *, threads: int, rounds: int, steps: int, setup: Setup
-) -> dict[str, list[dict[str, float]]]:
-    """Returns what each entrant answers in each round; a first round to warm up is left out.
-
-    Raises:
-        RuntimeError: a process failed, or the loops do not train the same model.
+    All start from one copy of the kit's initial weights. Those that run together take turns, so that other work on the
+    machine meets all alike; one at a time, each has the device and its memory to itself. Whoever still runs after
+    `limit_s` seconds in all is ended.
     """
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in entrants}
-    tolerance = SAME_LOSS if setup.precision == "fp32" else SAME_LOSS_BF16
-    with contextlib.ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(_process(entrant, workplace, threads, setup))
-            for name, entrant in entrants.items()
-        }
-        for _ in range(rounds + 1):
-            answers = {name: _one_turn(name, process, steps) for name, process in processes.items()}
-            losses = {name: answer["loss"] for name, answer in answers.items()}
-            if max(losses.values()) - min(losses.values()) > tolerance * min(losses.values()):
-                raise RuntimeError(f"The loops do not train the same model, so their speeds do not compare: {losses}.")
-            for name, answer in answers.items():
-                taken[name].append(answer)
-    return {name: answers[1:] for name, answers in taken.items()}
+    torch.save(build_decoder(setup.spec, seed=RECIPE.seed).state_dict(), workplace / WEIGHTS)
+    setup.write(workplace / "setup.json")
+    taken: dict[str, list[dict]] = {name: [] for name in entrants}
+    absent: dict[str, str] = {}
+    end = time.monotonic() + limit_s
+    for group in [list(entrants)] if together else [[name] for name in entrants]:
+        with contextlib.ExitStack() as stack:
+            processes = {
+                name: stack.enter_context(_process(entrants[name], workplace, threads, setup.device, end))
+                for name in group
+            }
+            for _ in range(rounds + 1):
+                for name in processes.keys() - absent.keys():
+                    try:
+                        taken[name].append(_one_turn(processes[name], steps))
+                    except EOFError:
+                        absent[name] = _last_words(workplace / f"{entrants[name].name}.log", end)
+    return {name: answers for name, answers in taken.items() if name not in absent}, absent
 
 
 @contextlib.contextmanager
-def _process(entrant: Entrant, workplace: Path, threads: int, setup: Setup) -> Iterator[subprocess.Popen]:
-    file = (workplace / "setup.json").absolute()
-    setup.write(file)
+def _process(entrant: Entrant, workplace: Path, threads: int, device: str, end: float) -> Iterator[subprocess.Popen]:
+    """A contestant that waits for its first turn, and is killed at `end` on the monotonic clock, or when left."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.contestants", entrant.name]
-    command += [f"--threads={threads}", f"--setup={file}"]
+    command += [f"--threads={threads}", "--setup=setup.json"]
     if entrant.keep_freed_memory:
         command.append("--keep-freed-memory")
+    root = Path(__file__).parents[2]  # it works in a folder of its own
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),  # it works in a folder of its own
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
-        "DS_ACCELERATOR": setup.device,
+        "DS_ACCELERATOR": device,
     }
     with (workplace / f"{entrant.name}.log").open("w") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         process = subprocess.Popen(command, env=environment, cwd=workplace, text=True, **pipes)
+        timer = threading.Timer(max(0.0, end - time.monotonic()), process.kill)
+        timer.start()
         try:
             yield process
         finally:
+            timer.cancel()
             process.kill()
             process.communicate()
 
 
-def _one_turn(name: str, process: subprocess.Popen, steps: int) -> dict[str, float]:
+def _one_turn(process: subprocess.Popen, steps: int) -> dict:
+    """Returns the answer of one turn, or raises EOFError where the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{steps}\n")
@@ -163,7 +200,13 @@ def _one_turn(name: str, process: subprocess.Popen, steps: int) -> dict[str, flo
     for line in process.stdout:
         if line.startswith('{"step_s"'):
             return json.loads(line)
-    raise RuntimeError(f"{name} ended with code {process.wait()}; its last words are in the log of the workplace.")
+    raise EOFError
+
+
+def _last_words(log: Path, end: float) -> str:
+    if time.monotonic() > end:
+        return "no time was left"
+    return (log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"])[-1][:200]
 
 
 def _spread(times: list[float], tokens: int) -> str:
