@@ -227,7 +227,7 @@ def _processes(plan: Plan) -> str:
 
 
 def _where(site: Site) -> str:
-    return f", on {site.device.name} each" if site.scheduler == "local" else ""
+    return f", device: {site.device.name}" if site.scheduler == "local" else ""
 
 
 def _seconds(minutes: float | None) -> float | None:

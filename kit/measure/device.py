@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.site import Device, Fact, Links, Site
 from kit.plan import Plan
 
@@ -39,8 +39,8 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus < ranks:
         raise ConfigError(
-            f"--device cuda: {ranks} ranks on site {site.name!r} need a GPU each, and torch sees {gpus} here. Ask "
-            f"`kit doctor` about driver and wheel, start fewer ranks, or give --device cpu."
+            f"--device cuda: {counted(ranks, 'rank')} of site {site.name!r} need a GPU each, and torch sees "
+            f"{gpus} here. Ask `kit doctor` about driver and wheel, start fewer ranks, or give --device cpu."
         )
     if (gpus >= ranks) == site.device.is_gpu:
         return site
