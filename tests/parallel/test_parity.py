@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kit.engines.native import NativeEngine
+from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.parity import ALL, BATCH, TOLERANCE, check_bf16, differences, fit, make_plan, train
+from tests.parity import ALL, BATCH, RECIPE, TOLERANCE, batches, check_bf16, differences, fit, make_plan, train
 from tests.workers import run_ranks
 
 PP2 = {"pipeline_parallel": 2}
@@ -72,6 +74,30 @@ def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, na
 )  # 8 s for eight ranks
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
+
+
+def test_copies_of_a_shard_are_summed_once_a_step(llama_spec):
+    """However many micro-batches there are, of which each reduces inside its group under ZeRO 3."""
+    plans = [make_plan({**LAYOUTS["DP4, ZeRO 3 over 2"], "global_batch_size": size}) for size in (4, 16)]
+    few, many = run_ranks(4, _sums_over_copies, llama_spec, plans)[0]
+    assert few == many > 0
+
+
+def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
+    """Returns how often a step of each plan sums gradients over copies of a shard."""
+    sum_up, sizes, found = dist.all_reduce, [], []
+
+    def counted(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return sum_up(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    for plan in plans:
+        engine = NativeEngine(spec, plan, RECIPE, torch.device("cpu"))
+        sizes.clear()
+        engine.train_step(batches(spec, plan, engine.data_rank)[0], 1e-3)
+        found.append(sum(size > 1 for size in sizes))  # others: the loss and the gradient norm
+    return found
 
 
 def test_bf16_follows_fp32(llama_spec, native_run):
