@@ -37,7 +37,7 @@ NUM_BATCHES = 8
 WEIGHTS = Path("weights.pt")
 """By the kit's names, fp32; each contestant starts from a copy."""
 # No weight decay, since the Trainer spares norms from it and the kit does not: so that all train the same model.
-RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-3, weight_decay=0.0)
+RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-4, weight_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,10 @@ from tests.benchmarks.contestants import DEMO, RECIPE, WEIGHTS, Setup
 
 STEPS_PER_TURN = 3
 EARLY_STEPS = 5
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}
-"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same model."""
+SAME_LOSS = {"fp32": 2e-5, "bf16": 1e-3}
+"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same model.
+
+Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below 2M parameters)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
