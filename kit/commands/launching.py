@@ -31,6 +31,8 @@ from kit.spec import ModelSpec
 app = typer.Typer()
 DEMO = "demo"
 DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
+SELECTIVE = """Selective recomputation that is not compiled costs some 4 ms of Python a layer and micro-batch, in \
+which a GPU may wait. Compile it (--set plan.compile=true), or use --set plan.recompute=full."""
 NEEDED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
 """Fields of a recipe that have no default, and how to give them."""
 
@@ -66,7 +68,8 @@ def launch(
     place = on_device(place, asked.plan, device)
     if place.device.is_gpu:
         asked = dataclasses.replace(asked, plan=asked.plan.replace(**asked.unsaid))
-        _advise(asked.plan)
+        if asked.plan.recompute == "selective" and asked.plan.engine == "native" and not asked.plan.compile:
+            PlainConsole(stderr=True, soft_wrap=True).print(Text(SELECTIVE))
     time_limit_s = _seconds(minutes)
     if show:
         is_own = site.endswith(".toml")
@@ -235,16 +238,6 @@ def _seconds(minutes: float | None) -> float | None:
     if minutes is not None and not 0 < minutes < math.inf:
         raise ConfigError(f"--minutes {minutes:g}: not allowed. Give a number above 0.")
     return None if minutes is None else 60 * minutes
-
-
-def _advise(plan: Plan) -> None:
-    if plan.recompute == "selective" and plan.engine == "native" and not plan.compile:
-        # 3.7 ms measured on a CPU core of torch's Python, which hands out each operation.
-        said = (
-            "Selective recomputation that is not compiled costs some 4 ms of Python a layer and micro-batch, in which "
-        )
-        said += "a GPU may wait. Compile it (--set plan.compile=true), or use --set plan.recompute=full."
-        PlainConsole(stderr=True, soft_wrap=True).print(Text(said))
 
 
 def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where: str) -> None:

@@ -25,14 +25,10 @@ def choose_kernels(device: torch.device, plan: Plan) -> None:
     is_nvidia = torch.version.hip is None
     if plan.precision == "bf16" and is_nvidia:
         torch.set_float32_matmul_precision("high")
-    cudnn = torch.backends.cudnn.version() if is_nvidia else None
-    _held.enter_context(sdpa_kernel(attention_order(torch.cuda.get_device_capability(device), cudnn), True))
-
-
-def attention_order(capability: tuple[int, int], cudnn: int | None) -> list[SDPBackend]:
-    """Returns torch's kernels of attention, the one to be tried first in front; AMD's GPUs have no cuDNN."""
-    takes_cudnn = capability in ((9, 0), (10, 0)) and cudnn is not None and cudnn >= CUDNN_VERSION
-    return [SDPBackend.CUDNN_ATTENTION, *FUSED] if takes_cudnn else FUSED
+    # AMD's GPUs have no cuDNN, and the MI250X calls itself 9.0 too.
+    takes_cudnn = is_nvidia and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    takes_cudnn = takes_cudnn and (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION
+    _held.enter_context(sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *FUSED] if takes_cudnn else FUSED, set_priority=True))
 
 
 def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:

@@ -51,9 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need less, with numbers."""
     device = run.site.device.memory_bytes
-    on_cpu = "CPU" in run.site.device.name
-    tried = [{}, *changes(run.spec, run.plan)]
-    now, *options = estimated(run.spec, run.plan, tried, reserved=not on_cpu, device=run.site.device)
+    now, *options = estimated(run.spec, run.plan, [{}, *changes(run.spec, run.plan)], run.site.device)
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     limit = device.value if device is not None else None
     fits = [option for option in smaller if limit is None or option.used_bytes <= limit]
@@ -94,9 +92,7 @@ def _stronger(plan: Plan) -> list[str]:
     return modes[modes.index(plan.recompute) + 1 :]
 
 
-def estimated(
-    spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], *, reserved: bool, device: Device | None = None
-) -> list[Option]:
+def estimated(spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device) -> list[Option]:
     """Returns each change with the estimated bytes of the heaviest device.
 
     In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
@@ -104,7 +100,7 @@ def estimated(
     layouts = Layouts.of(spec, [plan.replace(**change) for change in tried])
     is_fp32 = plan.precision == "fp32"
     convention = FP32 if is_fp32 else CONVENTIONS["mixed_precision"]
-    reserve = RESERVE if reserved else NO_RESERVE
+    reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
     used = sum(np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
