@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.heartbeats import PLACE, read_rank_heartbeats
+from cluster.site import Site
 from cluster.slurm.beat import Line
 from kit.engines.native import NativeEngine
 from kit.estimate.choose.memory_advice import changes, estimated
@@ -147,7 +148,7 @@ def test_out_of_memory_gives_the_planners_advice(prepare):
 def test_advice_counts_what_each_change_would_need():
     spec = ModelSpec.preset("gpt-22b")
     plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64, precision="bf16")
-    now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], reserved=True)
+    now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], Site.load("frontier").device)
     assert {"micro_batch_size": 2} in [option.changes for option in options]
     assert all(option.used_bytes < now.used_bytes for option in options)
     assert all(plan.replace(**option.changes).check(spec) is None for option in options)
