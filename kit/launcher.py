@@ -49,14 +49,14 @@ def launch(
             started.
     """
     from kit.data import located  # with it NumPy, which `import kit` does without
-    from kit.trainer.guard import check_guard
+    from kit.trainer.guard import check_recipe
 
     site = Site.load(site) if isinstance(site, str) else site
     recipe = located(recipe)
     plan.check(spec)
     site = on_device(site, plan, device)
     check_engine(plan)
-    check_guard(recipe, plan)
+    check_recipe(recipe, plan)
     check_data(spec, plan, recipe)
     with _alone(Path(directory).expanduser().resolve()):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)

@@ -61,6 +61,11 @@ class Recipe(Record):
     )
     keep_last: int = field_doc("newest checkpoints kept", default=2)
     keep_every: int | None = field_doc("checkpoints at multiples of this step are kept for ever", default=None)
+    mask_documents: bool = field_doc(
+        "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go on through a "
+        "sequence. Off in both papers. Engine native, without a pipeline",
+        default=False,
+    )
     sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
     phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
 

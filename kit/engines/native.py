@@ -49,6 +49,11 @@ class NativeEngine:
         """Returns this rank's parameters, a tied one once per stage."""
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
+    def mask_documents(self, end: int) -> None:
+        """Has no token look back behind the end of a document, which the token `end` is."""
+        for decoder in self.decoders:
+            decoder.document_end = end
+
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""
         return self.begin_step(samples, learning_rate).read()

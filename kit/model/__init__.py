@@ -52,7 +52,7 @@ ranks. All else in a block is computed again, and gathered: what sequence parall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Past:
-    """What tokens may look at when that is not simply all earlier tokens of their row, for scoring and generation."""
+    """What tokens may look at when that is not simply all earlier tokens of their row."""
 
     positions_BT: Tensor
     mask_BTS: Tensor  # True where a token may look: S tokens of the row, or of the cache
@@ -63,6 +63,15 @@ class Past:
         """Returns the view of new tokens at these positions: each sees the cache up to itself."""
         slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
         return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
+
+    @classmethod
+    def within_documents(cls, tokens_BT: Tensor, end: int) -> Self:
+        """Returns the view of tokens that see the earlier ones of their own document, which the token `end` closes."""
+        ends_BT = tokens_BT == end
+        document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (positions_T <= positions_T[:, None])
+        return cls(positions_BT=positions_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
 
 
 class Embedding(nn.Module):
@@ -149,7 +158,7 @@ class Block(nn.Module):
         context = partial(create_selective_checkpoint_contexts, _selective_policy)
         if self.recompute == "full":
             context = noop_context_fn
-        return checkpoint(self._forward, x_BTH, rotary_2TD, use_reentrant=False, context_fn=context)
+        return checkpoint(self._forward, x_BTH, rotary_2TD, past, use_reentrant=False, context_fn=context)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compiles the block as `torch.nn.Module.compile` does; one that is recomputed whole, inside its checkpoint.
@@ -207,6 +216,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
         self.norm = make_norm(spec) if last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if last else None
+        self.document_end: int | None = None  # the token behind which attention does not look back
         self._rotary_2TD: Tensor | None = None
         self.tie()
 
@@ -234,6 +244,8 @@ class Decoder(nn.Module):
         rotary_2TD = self.rotary(length, x.device)
         if past is not None and rotary_2TD is not None:
             rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
+        if past is None and self.document_end is not None:
+            past = Past.within_documents(x, self.document_end)  # positions go on, so the table is as without it
         if self.embedding is not None:
             x = self.embedding(x, None if past is None else past.positions_BT)
         for block in self.layers.values():

@@ -37,7 +37,7 @@ class Guard:
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         """Raises ConfigError if the plan's engine cannot do what the recipe asks for."""
-        check_guard(recipe, plan)
+        check_recipe(recipe, plan)
         self.recipe = recipe
         # In fp16 a gradient that overflows is the engine's sign to lower the loss scale: it skips that step itself.
         self.judged = ("loss",) if plan.precision == "fp16" else ("loss", "gradient norm")
@@ -77,8 +77,17 @@ class Guard:
             )
 
 
-def check_guard(recipe: Recipe, plan: Plan) -> None:
-    """Raises ConfigError if the plan's engine applies an update before anyone can look at it, or cannot load twice."""
+def check_recipe(recipe: Recipe, plan: Plan) -> None:
+    """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do.
+
+    Others than the native engine apply an update before anyone can look at it, or cannot load twice. Only the first
+    stage of a pipeline sees tokens, and so the ends of documents.
+    """
+    if recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1):
+        raise ConfigError(
+            f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and plan.pipeline_parallel "
+            f"{plan.pipeline_parallel}. Give false, or engine 'native' without a pipeline."
+        )
     for name in ("on_nan", "on_spike"):
         value = getattr(recipe, name)
         if plan.engine != "native" and value in ("skip", "roll_back"):

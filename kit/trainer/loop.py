@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
 from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog, patience_s
+
+if TYPE_CHECKING:
+    from kit.engines.native import NativeEngine
 
 HEARTBEAT_EVERY_S = 1.0
 ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
@@ -62,6 +65,8 @@ class Trainer:
         dist.barrier(self.control)
         begins = not self.recovery.steps()
         self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=begins)
+        if self.recipe.mask_documents:  # `check_recipe` lets only the native engine do that
+            cast("NativeEngine", self.engine).mask_documents(self.dataset.eos_id)
         self.checkpoints = engine_checkpoints(self.engine, run, attempt, self.control)
         self._resume()
         self.batches = Batches(lambda first: self._batch(self.samples, first), device)
