@@ -15,7 +15,7 @@ from kit.estimate.choose.candidates import candidates, divisors
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, interval, search
-from kit.estimate.theory.activations import KIT
+from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Layouts
 from kit.estimate.theory.memory import memory
@@ -116,7 +116,8 @@ def test_numbers_are_those_of_the_formulas():
     layouts = Layouts.of(found.spec, plans)
     expected = step_time(layouts, Hardware.of(FRONTIER), Coefficients()).total_s
     assert found.step_time_s[rows] == pytest.approx(expected, rel=1e-4)
-    assert found.used_bytes[rows] == pytest.approx(memory(layouts, kernels=KIT).used_bytes, rel=1e-5)
+    kernels = engine_kernels(FRONTIER.engine, FRONTIER.device)
+    assert found.used_bytes[rows] == pytest.approx(memory(layouts, kernels=kernels).used_bytes, rel=1e-5)
 
 
 def test_best_is_the_fastest_within_the_risk():
