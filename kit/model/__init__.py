@@ -229,9 +229,8 @@ class Decoder(nn.Module):
         x = self.hidden(x)
         if self.output is None:
             return x
-        return (
-            self.output(x) if targets_BT is None else self.output(x, targets_BT)
-        )  # one that is split takes no targets
+        inputs = (x,) if targets_BT is None else (x, targets_BT)  # an output that is split is hooked for one alone
+        return self.output(*inputs)
 
     def hidden(self, x: Tensor, past: Past | None = None) -> Tensor:
         """Returns x_BTH as `forward` does, but before the output projection; a whole decoder also takes `past`.
