@@ -4,6 +4,7 @@ spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.js
 job.json submit.sh env.json                   how it was started, and with which versions
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
 metrics.jsonl checkpoints/ eval/              what came out
+alerts.jsonl alarms.jsonl                      what deserved a look, and what of it was sent to a person
 """
 
 import dataclasses

@@ -19,7 +19,8 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, peak, stall, mfu, straggler, memory, disk, checkpoint or job; guard: what the trainer did"
+        "nan, spike, rise, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what the trainer did; "
+        "alarm: one was not sent"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")
