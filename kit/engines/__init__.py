@@ -40,6 +40,9 @@ class Engine(Protocol):
 class PortableEngine(Engine, Protocol):
     """One whose checkpoints are read by any other on any layout."""
 
+    optimizer: "torch.optim.Optimizer"
+    """What alone changes weights and moments."""
+
     def state_dict(self) -> "dict[str, Tensor]":
         """Returns weights and AdamW moments, fp32, by names that depend neither on the layout nor on the engine."""
         ...

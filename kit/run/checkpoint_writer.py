@@ -6,9 +6,11 @@ import gc
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -41,9 +43,10 @@ class CheckpointWriter:
         self.stager: DefaultStager | None = None  # its copies lie in the same memory at each save
         self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
+        self.copies: Any = None  # a future: done once the newest state is copied
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
-        """Copies `state` and begins to write it; returns as soon as training may change the tensors.
+        """Begins to copy `state` and then to write it. Change no tensor of it before `wait_for_copies` has returned.
 
         `state` is as `engine.state_dict()` gives it, `facts` the manifest's fields other than attempt, time and files.
 
@@ -58,12 +61,24 @@ class CheckpointWriter:
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         if self.stager is None:
             gpu = any(tensor.is_cuda for tensor in state.values())
-            self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # pinned memory, one wait for all
-        future: Any = async_save(
+            self.stager = DefaultStager(StagingOptions(gpu, False, True, gpu))  # pinned memory, a stream of its own
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # that stream does not wait for the last update by itself
+        saved: Any = async_save(
             state, storage_writer=writer, planner=self.planner, process_group=self.group, async_stager=self.stager
         )
-        future.add_done_callback(lambda _: gc.enable())  # whatever became of it
-        self.pending = (future, facts)
+        self.copies = saved.staging_completion
+        saved.upload_completion.add_done_callback(lambda _: gc.enable())  # whatever became of it
+        self.pending = (saved.upload_completion, facts)
+
+    def is_copied(self) -> bool:
+        """Whether training may change the tensors that `start` was given."""
+        return self.copies is None or self.copies.done()
+
+    def wait_for_copies(self) -> None:
+        """Returns once `is_copied`; that copying failed is told by `finish`."""
+        if self.copies is not None:
+            wait([self.copies])
 
     def poll(self) -> None:
         """Raises as `finish` once the pending checkpoint has failed; never waits. Call it once a step."""

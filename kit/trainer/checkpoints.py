@@ -1,5 +1,6 @@
 """How the state of an engine gets into a run's checkpoints and back."""
 
+import time
 from typing import Any, Protocol
 
 from kit.engines import Engine, PortableEngine
@@ -12,6 +13,9 @@ from kit.run.checkpoint_writer import CheckpointWriter
 
 class EngineCheckpoints(Protocol):
     """Writes and reads the checkpoints of one attempt; every rank has one, and all call it at the same steps."""
+
+    stall_s: float
+    """Seconds for which training has waited for saves, since whoever records them took them."""
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write; returns as soon as training may go on.
@@ -54,9 +58,18 @@ class PortableCheckpoints:
     def __init__(self, run: Run, engine: PortableEngine, writer: CheckpointWriter, group: Any) -> None:
         self.run, self.engine, self.writer, self.group = run, engine, writer, group
         self.poll, self.finish = writer.poll, writer.finish
+        self.stall_s = 0.0
+        engine.optimizer.register_step_pre_hook(self._wait_for_copies)
 
     def save(self, facts: dict[str, Any]) -> None:
         self.writer.start(self.engine.state_dict(), facts)
+
+    def _wait_for_copies(self, *_: Any) -> None:
+        """Runs before the optimizer changes what is being copied, beside the forward and backward pass until then."""
+        if not self.writer.is_copied():
+            start = time.perf_counter()
+            self.writer.wait_for_copies()
+            self.stall_s += time.perf_counter() - start
 
     def load(self, step: int) -> Manifest:
         manifest, description = describe_together(self.run.checkpoints, step, self.group)

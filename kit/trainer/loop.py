@@ -58,7 +58,6 @@ class Trainer:
         self.step, self.consumed, self.finished = 0, 0, 0  # launched and finished steps: the same but for a moment
         self.step_time_s, self.finished_at, self.ask_at = 0.0, 0.0, 0
         self.work_s: float | None = None
-        self.stall: dict[str, float] = {}
         self.recovery = Recovery(run, attempt=attempt, group=self.control)
         if self.rank == 0:
             run.checkpoints.recover()
@@ -178,7 +177,7 @@ class Trainer:
         before, self.finished_at = self.finished_at, time.perf_counter()
         self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
-        stall, self.stall = self.stall, {}
+        stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
         return {
             "step": launched.step,
             "attempt": self.attempt,
@@ -190,7 +189,7 @@ class Trainer:
             "learning_rate": launched.learning_rate,
             **memory_row(self.device),
             **scaling,
-            **stall,
+            **({"checkpoint_s": stall_s} if stall_s else {}),
         }
 
     def _write(self) -> None:
@@ -248,7 +247,7 @@ class Trainer:
         }
         start = time.perf_counter()
         self.checkpoints.save(facts)
-        self.stall = {"checkpoint_s": time.perf_counter() - start}  # of the next step
+        self.checkpoints.stall_s += time.perf_counter() - start  # of the next step
 
     def _beat(self) -> None:
         now = time.monotonic()  # a wall clock that is set back must not silence a run

@@ -82,6 +82,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict:
         facts = {"step": step, "samples": step, "tokens": step, "seed": 1, "spec": spec, "plan": plan}
         start = time.perf_counter()
         writer.start(engine.state_dict(), facts)
+        writer.wait_for_copies()  # at most so long: in training a forward and a backward pass come before
         found["stall_s"].append(time.perf_counter() - start)
         writer.finish()
         found["save_s"].append(time.perf_counter() - start)

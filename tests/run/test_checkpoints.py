@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,7 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
     for step in (1, 2, 3):
         weight.fill_(step)
         writer.start({"weight": weight.detach()}, facts(spec, step))  # as an engine gives it: a new view each time
+        writer.wait_for_copies()
         weight.fill_(-1)
         writer.finish()
         assert writer.stager is not None
@@ -100,6 +102,44 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
 
 def test_saves_are_copied_to_the_same_memory(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, copies_of_saves, tmp_path, spec) == [([1.0, 2.0, 3.0], 1)]
+
+
+def save_while_training(run: Run) -> tuple[list[float], bool, float]:
+    """Returns what a save holds of a weight, whether the update behind it waited for the copy, and the stall.
+
+    Copying takes until a moment after the update is asked for.
+    """
+    engine: Any = Engine(["weight"])
+    saver = PortableCheckpoints(
+        run, engine, CheckpointWriter(run.checkpoints, attempt=1, keep_last=3, keep_every=None), None
+    )
+    saver.save(facts(run.spec, 1))
+    saver.finish()
+    assert saver.writer.stager is not None
+    copy, may_copy = saver.writer.stager._stage, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        may_copy.wait(60)
+        return copy(*args, **kwargs)
+
+    saver.writer.stager._stage = late
+    saver.save(facts(run.spec, 2))
+    saver.stall_s, weight = 0.0, engine.state["weight"]  # training goes on: a forward and a backward pass
+    threading.Timer(0.1, may_copy.set).start()
+    weight.grad = torch.ones_like(weight)
+    engine.optimizer.step()
+    waited = may_copy.is_set() and bool((weight != 0).all())
+    saver.finish()
+    read = {"weight": torch.ones(2)}
+    load(run.checkpoints, 2, read, run.spec)
+    return read["weight"].tolist(), waited, saver.stall_s
+
+
+def test_a_save_is_copied_beside_the_next_step_and_before_its_update(tmp_path: Path, spec: ModelSpec, recipe) -> None:
+    run = Run.create(tmp_path / "run", spec=spec, plan=Plan(), recipe=recipe, site=Site.load("laptop"))
+    [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
+    assert held == [0.0, 0.0], "as it was when it was saved"
+    assert waited and stall_s > 0.01
 
 
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
@@ -127,6 +167,7 @@ class Engine:
 
     def __init__(self, names: list[str]) -> None:
         self.state = {name: torch.zeros(2) for name in names}
+        self.optimizer = torch.optim.SGD(list(self.state.values()), lr=1.0)
 
     def restore_optimizer(self, step: int) -> None:
         pass

@@ -32,6 +32,7 @@ class NxdCheckpoints:
     ) -> None:
         self.checkpoints, self.spec, self.engine, self.attempt, self.kept = checkpoints, spec, engine, attempt, kept
         self.pending: tuple[dict[str, Any], int] | None = None
+        self.stall_s = 0.0
         self.completing: Future[None] | None = None
         self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")  # to look at files behind training
 
