@@ -22,7 +22,15 @@ from kit.spec import ModelSpec
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-limits", action="store_true", help="beats as slow as in use, not a fifth (make faults)")
-    parser.addoption("--kills", type=int, default=3, help="how often a training run is killed (make faults: 100)")
+    parser.addoption("--thorough", action="store_true", help="also tests of what cheaper ones hold too (make faults)")
+    parser.addoption("--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    if thorough and not config.getoption("--thorough"):
+        items[:] = [item for item in items if item not in thorough]
+        config.hook.pytest_deselected(items=thorough)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,7 @@
 """Every layout must train as one process does: ten steps, loss and gradient norm within 1e-5."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,18 @@ LAYOUTS = {
     "TP2 x PP2 x DP2, SP, ZeRO 2, ZBV": {**ALL, **ZBV, "sequence_parallel": True, "zero_stage": 2},
 }
 GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
+IN_FP32 = ("TP2 x PP2 x DP2, SP, ZeRO 1", "TP2 x PP2 x DP2, ZeRO 3, interleaved")
+IN_ANY = IN_FP32[:1]
+"""Of those of eight ranks, which cost most, the ones that `make test` trains; `make faults` trains all."""
+
+
+def cheap(layouts: Iterable[str], of_eight: tuple[str, ...]) -> list:
+    """Returns parameters of a test: layouts of eight ranks are thorough, but for these."""
+    ranks = {name: make_plan(LAYOUTS[name]).num_devices for name in layouts}
+    return [
+        pytest.param(name, marks=pytest.mark.thorough if ranks[name] == 8 and name not in of_eight else ())
+        for name in layouts
+    ]
 
 
 def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
@@ -56,22 +70,20 @@ def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
     return differences(run_ranks(plan.num_devices, train, spec, plan), native_run(spec))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cheap(LAYOUTS, IN_FP32))
 def test_llama_layout_equals_one_process(layout, llama_spec, native_run, record_property):
     found = compare(LAYOUTS[layout], llama_spec, native_run)
     record_property("differences", found)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("layout", GPT_LAYOUTS)
+@pytest.mark.parametrize("layout", cheap(GPT_LAYOUTS, IN_ANY))
 def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, native_run):
     found = compare(LAYOUTS[layout], gpt_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize(
-    "layout", [name for name in LAYOUTS if not name.startswith("TP2 x DP4")]
-)  # 8 s for eight ranks
+@pytest.mark.parametrize("layout", cheap(LAYOUTS, IN_ANY))
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
 
