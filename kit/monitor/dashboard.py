@@ -20,6 +20,7 @@ from kit.monitor import logs
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import Watchman, peak_advice
 from kit.monitor.curves import AXES, SERIES, Curves, pixel_edges
+from kit.monitor.outlook import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import Columns
@@ -78,7 +79,7 @@ class Dashboard:
         self.curves = Curves(self.columns, lambda attempt: _utilisation(self.run, attempt), smoothing)
         self.levels = {name: float(level) for name, level in (baselines or {}).items() if not isinstance(level, Run)}
         self.others = {name: _curves(other) for name, other in (baselines or {}).items() if isinstance(other, Run)}
-        self.watchman, self.actions = Watchman(run), Actions(run)
+        self.watchman, self.actions, self.outlook = Watchman(run), Actions(run), Outlook(run)
         self.ranks = RankTimes(run.directory, run.plan.num_devices)
         self.status = read_status(run.directory)
         self.log_rank, self.log_search = 0, ""
@@ -146,7 +147,7 @@ class Dashboard:
                 "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None, "stages": self._stages(),
                 "ranks": self.ranks.num_ranks, "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
                 "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {},
-                **self._last_step(),
+                "outlook": self.outlook.facts(), **self._last_step(),
             }  # fmt: skip
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -257,6 +258,7 @@ class Dashboard:
             return
         with self.lock:
             self.run = self.actions.run = self.watchman.run = run
+            self.outlook.again(run)
             self.ranks = RankTimes(run.directory, run.plan.num_devices)
             self.curves.restart()
 

@@ -47,33 +47,48 @@ class Suspect(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
-    """What a step should take, and what it takes."""
+class Expectation:
+    """What a step of an attempt should take."""
 
     plan: Plan
+    site: Site
     calibration: Calibration
-    took_s: float
-    """Median of the newest steps."""
+    layouts: Layouts
+    hardware: Hardware
     expected_s: float
     low_s: float
     high_s: float
     """The 90 % interval."""
-    suspects: tuple[Suspect, ...]
-    """Each would alone explain a step slower than the interval; the likeliest first."""
-    nearest: Nearest | None
     terms_s: dict[str, float]
     """Of the estimate, the largest first."""
     warnings: tuple[str, ...]
 
     @property
+    def band(self) -> str:
+        """The interval in words."""
+        return f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace(Expectation):
+    """What a step should take, and what it takes."""
+
+    took_s: float
+    """Median of the newest steps."""
+    suspects: tuple[Suspect, ...]
+    """Each would alone explain a step slower than the interval; the likeliest first."""
+    nearest: Nearest | None
+
+    @property
     def verdict(self) -> str:
         """One sentence."""
-        band = f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
         if self.low_s <= self.took_s <= self.high_s:
-            return f"as expected: {self.took_s:.3g} s, 90 % interval {band} ({self.calibration.label})"
+            return f"as expected: {self.took_s:.3g} s, 90 % interval {self.band} ({self.calibration.label})"
         ratio = self.took_s / self.expected_s - 1
         how = "slower" if ratio > 0 else "faster"
-        text = f"{how} than expected by {abs(ratio):.0%}: {self.took_s:.3g} s, not {band} ({self.calibration.label})"
+        text = (
+            f"{how} than expected by {abs(ratio):.0%}: {self.took_s:.3g} s, not {self.band} ({self.calibration.label})"
+        )
         if ratio < 0:
             return text
         cause = str(self.suspects[0]) if self.suspects else "no single part of the machine; look at data and host"
@@ -89,31 +104,41 @@ class Pace:
         }  # fmt: skip
 
 
-def pace(run: Run) -> Pace:
-    """Returns how the newest attempt of a run compares with the estimate.
+def expectation(run: Run, attempt: int) -> Expectation:
+    """Returns what the estimate says of the steps of an attempt, by its plan and its site.
 
     Raises:
-        RunError: too few steps.
         ConfigError: the site lacks a number that the estimate needs.
     """
-    metrics = run.metrics()
-    took_s, attempt = _took(run, metrics)
     plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
     is_local = site.scheduler == "local"
     calibration = calibrate([], site, hardware=hardware) if is_local else published_calibration(site)
     prediction = calibration.predict(layouts, hardware)
-    centre, low, high = (
-        float(np.ravel(value)[0]) for value in (prediction.total_s, prediction.low_s, prediction.high_s)
-    )
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
-    slow = took_s > high
-    return Pace(
-        plan=plan, calibration=calibration, took_s=took_s, expected_s=centre, low_s=low, high_s=high,
-        suspects=tuple(_suspects(run, calibration, layouts, hardware, took_s)) if slow else (),
-        nearest=nearest_run(run.spec, plan, hardware, calibration.coefficients) if not is_local else None,
+    return Expectation(
+        plan=plan, site=site, calibration=calibration, layouts=layouts, hardware=hardware,
+        expected_s=_one(prediction.total_s), low_s=_one(prediction.low_s), high_s=_one(prediction.high_s),
         terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])), warnings=prediction.warnings,
+    )  # fmt: skip
+
+
+def pace(run: Run) -> Pace:
+    """Returns how the newest attempt of a run compares with the estimate.
+
+    Raises:
+        RunError: too few steps.
+        ConfigError: as `expectation`.
+    """
+    took_s, attempt = _took(run, run.metrics())
+    expected = expectation(run, attempt)
+    is_published = expected.site.scheduler != "local"
+    return Pace(
+        **{field.name: getattr(expected, field.name) for field in dataclasses.fields(expected)}, took_s=took_s,
+        suspects=tuple(_suspects(run, expected, took_s)) if took_s > expected.high_s else (),
+        nearest=nearest_run(run.spec, expected.plan, expected.hardware, expected.calibration.coefficients)
+        if is_published else None,
     )  # fmt: skip
 
 
@@ -150,15 +175,16 @@ def _took(run: Run, metrics: Metrics) -> tuple[float, int]:
     raise RunError(f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it has more.")
 
 
-def _suspects(run: Run, calibration: Calibration, layouts: Layouts, hardware: Hardware, took_s: float) -> list[Suspect]:
+def _suspects(run: Run, expected: Expectation, took_s: float) -> list[Suspect]:
     """Returns the parts that would alone explain it, by how unusual such a speed would be; those measured well last."""
     measured = _measured(run.directory, run.site)
     found: list[tuple[float, Suspect]] = []
     for part, (fields, usual) in SUSPECTS.items():
 
         def seconds(speed: float, fields: tuple[str, ...] = fields) -> float:
-            slower = dataclasses.replace(hardware, **{name: getattr(hardware, name) * speed for name in fields})
-            return _one(calibration.predict(layouts, slower).total_s)
+            own = expected.hardware
+            slower = dataclasses.replace(own, **{name: getattr(own, name) * speed for name in fields})
+            return _one(expected.calibration.predict(expected.layouts, slower).total_s)
 
         if seconds(LEAST) < took_s:
             continue

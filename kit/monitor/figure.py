@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from kit.monitor.curves import Average
+from kit.monitor.outlook import compare, draw_band
 from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
 from kit.plan import Plan
@@ -37,6 +38,12 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
+        band, verdict = compare(run)
+        if len(metrics):
+            numbers, rows = np.unique(table["attempt"], return_index=True)
+            firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))
+            draw_band(right, band, firsts, float(table["step"][-1]), "mfu" if "mfu" in table else "tokens_per_s")
+        figure.notes = (verdict,)
     return figure, table
 
 

@@ -13,6 +13,7 @@ from IPython.display import DisplayHandle
 from cluster.job import JobStatus
 from cluster.state import JobState, read_exit
 from kit.monitor.figure import loss_figure
+from kit.monitor.outlook import Outlook
 from kit.monitor.text import COLOURS, duration, status_row
 from kit.run import Run
 from kit.show.terminal import number
@@ -42,14 +43,15 @@ async def follow(
     Raises:
         TimeoutError: the job has not ended after `limit_s`; it goes on.
     """
-    handle, start = DisplayHandle(), time.monotonic()
+    handle, start, outlook = DisplayHandle(), time.monotonic(), Outlook(run)
     curve, drawn = curve_html(run, baselines), start
     handle.display(_bundle(run, curve), raw=True)
     while True:
         status = run.job.status()  # before the view, which then shows at least this state
         if status.state.is_final or time.monotonic() - drawn > DRAW_S:
             curve, drawn = curve_html(run, baselines), time.monotonic()
-        handle.update(_bundle(run, curve), raw=True)
+        outlook.refresh(wait=status.state.is_final)
+        handle.update(_bundle(run, curve, outlook.verdict), raw=True)
         if status.state.is_final:
             return status
         if time.monotonic() - start > limit_s:
@@ -58,8 +60,11 @@ async def follow(
         await asyncio.sleep(refresh_s)
 
 
-def view_html(run: Run, curve: str) -> str:
-    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the loss (`curve_html`)."""
+def view_html(run: Run, curve: str, verdict: str = "") -> str:
+    """Returns the view of a run as it is now: state with its reason, progress, numbers, and the loss (`curve_html`).
+
+    `verdict` is the sentence of an `Outlook`.
+    """
     row = status_row(run)
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
@@ -85,16 +90,17 @@ def view_html(run: Run, curve: str) -> str:
         f"<div style='height:4px;margin:8px 0;border-radius:2px;background:var(--jp-border-color2,#8884)'>"
         f"<div style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div>"
         f"<div style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div>"
+        f"<div style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div>"
         f"<div style='margin-top:8px'>{curve}</div>{_last_words(run, state)}</div>"
     )
 
 
-def _bundle(run: Run, curve: str) -> dict[str, str]:
+def _bundle(run: Run, curve: str, verdict: str = "") -> dict[str, str]:
     row = status_row(run)
     text = (
         f"{run.name}: {row['state']}, step {row['step']} of {row['num_steps']}, loss {number(row.get('loss'), '.3f')}"
     )
-    return {"text/html": view_html(run, curve), "text/plain": text}
+    return {"text/html": view_html(run, curve, verdict), "text/plain": text}
 
 
 def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:

@@ -84,11 +84,13 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
     while dashboard.read():
         pass
     dashboard.look()
+    dashboard.outlook.refresh(wait=height is None)  # nobody looks a second time at a view that is printed once
     width = max(40, min(width, 120))
     above, below = _heading(dashboard, width), _told(dashboard)
     if height is None:
         return Group(*above, *_curves(dashboard, width), *_alerts(dashboard, ALERTS_SHOWN), *below)
-    alerts, free = [], height - 1 - CURVES_LEAST - _lines([*above, *below], width)  # one line is the cursor's
+    least = CURVES_LEAST + (dashboard.outlook.band is not None)  # which has a line below the speed
+    alerts, free = [], height - 1 - least - _lines([*above, *below], width)  # one line is the cursor's
     for alert in _alerts(dashboard, height):
         if (free := free - _lines([alert], width)) < 0:
             break
@@ -108,7 +110,12 @@ def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
         (facts["name"], "bold"), "  ", (f"● {facts['state']}", COLOURS.get(JobState(facts["state"]), "white")), "  ",
         (facts["reason"], "dim"),
     )  # fmt: skip
-    return [title, _tiles(dashboard, facts, width)]
+    outlook = facts["outlook"]
+    style = "yellow" if outlook["verdict"].startswith("slower") else "dim"
+    goodput = outlook["goodput"] and outlook["goodput"]["share"]
+    counts = "" if goodput is None else f" Goodput {goodput:.1%}."
+    pace = [Text(f"{outlook['verdict']}.{counts}", style=style)] if outlook["verdict"] else []
+    return [title, _tiles(dashboard, facts, width), *pace]
 
 
 def _told(dashboard: Dashboard) -> list[RenderableType]:
@@ -165,6 +172,9 @@ def _curves(dashboard: Dashboard, width: int, spare: int = 1) -> list[Text]:
     bars = [line[9:] for line in curve(dashboard.curves[key], width - 18, 1 + spare // 4)]
     lines += [Text(f"{'':>8} {line}", style="green") for line in bars[:-1]]
     lines.append(Text(f"{name:>8} {bars[-1]} {number(facts.get(key), form)}", style="green"))
+    if band := (facts["outlook"]["band"] or {}).get(key):
+        low, high = (number(speed, form) for speed in band)
+        lines.append(Text(f"{'':>8} {facts['outlook']['label']}: {low} to {high}", style="dim"))
     return lines
 
 

@@ -17,6 +17,7 @@ import traitlets
 
 from kit.monitor.bundle import source
 from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.outlook import draw_band
 from kit.run import Run
 from kit.run.tail import CHUNK_BYTES
 from kit.show.style import short
@@ -91,7 +92,7 @@ class Monitor(anywidget.AnyWidget):
     def _follow_job(self) -> None:
         self._caught_up.wait(LOOK_S)  # the state is known from the start; the curves come first
         while True:
-            for work in (self.dashboard.look, self._send_facts, self._refresh_picture):
+            for work in (self.dashboard.look, self.dashboard.outlook.refresh, self._send_facts, self._refresh_picture):
                 self._guarded(work)
             if self._closed.wait(LOOK_S):
                 return
@@ -212,6 +213,8 @@ def snapshot(dashboard: Dashboard) -> Any:
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     for number, (pane, name) in enumerate(zip(figure.subplots(1, 2), names, strict=True)):
         _draw_pane(pane, titles[name], x, rows[3 * number : 3 * number + 3] * (100 if name == "mfu" else 1), number)
+    if len(x):
+        draw_band(figure.axes[1], dashboard.outlook.band, dashboard.columns.first_steps, x[-1], names[1])
     for name, level in dashboard.levels.items():
         pane = figure.axes[0]
         pane.axhline(level, color=GREY, linestyle="--", linewidth=1)

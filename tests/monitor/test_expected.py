@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.theory.hardware import Hardware
 from kit.monitor.expected import SUSPECTS, gains, pace
+from kit.monitor.outlook import Outlook
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -110,6 +113,27 @@ def test_changes_that_gain(tmp_path):
     assert result.exit_code == 0 and "as expected" in result.output and found[0][0].split(",")[0] in result.output
     told = json.loads(CliRunner().invoke(app, ["explain", str(run.directory), "--json"]).output)
     assert told["changes"][0]["gain"] == pytest.approx(found[0][1]) and told["verdict"].startswith("as expected")
+
+
+def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp_path):
+    code = "import sys, kit.monitor.dashboard, kit.monitor.text; print('kit.estimate' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["False"]
+    run = recorded(tmp_path / "run", LAYOUTS["wide"], 1.0, steps=6)
+    outlook = Outlook(run)
+    assert outlook.facts()["verdict"] == "" and outlook.facts()["band"] is None
+    outlook.refresh(wait=True)
+    assert outlook.verdict.startswith("expected: ") and "too few steps" in outlook.verdict and outlook.band
+    low, high = outlook.band.step_time_s
+    tokens = run.plan.global_batch_size * run.spec.sequence_length
+    assert outlook.band.tokens_per_s == pytest.approx((tokens / high, tokens / low))
+    assert outlook.facts()["goodput"]["share"] == pytest.approx(1, abs=0.2)
+    (run.directory / "plan.attempt_01.json").write_text("{")
+    outlook.refresh(wait=True)
+    assert outlook.verdict.startswith("expected: "), "not asked again within 20 s"
+    outlook.again(run)
+    outlook.refresh(wait=True)
+    assert outlook.verdict.startswith("no estimate: ") and "plan.attempt_01.json" in outlook.verdict
+    assert outlook.band is None
 
 
 def test_no_estimate_says_why(tmp_path):

@@ -21,6 +21,10 @@ const ACTIONS = [
 ];
 const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // 0.8, 1.1, 1.4 x median
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
+const PARTS = { // of the ledger: where the time of a run went
+  productive: "#009E73", repeated: "#D55E00", "first step": "#56B4E9", "start-up": "#0072B2", checkpoints: "#CC79A7", validation: "#E6C229",
+  "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
+};
 const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
 
 function make(tag, className, parent, text) {
@@ -82,6 +86,10 @@ function render({ model, el }) {
   mfuBox.type = "button";
   mfuBox.setAttribute("aria-expanded", "false");
   mfuBox.onclick = () => { formula.hidden = !formula.hidden; mfuBox.setAttribute("aria-expanded", String(!formula.hidden)); };
+
+  // --- how fast it should be, and where its time went
+  const verdict = make("p", "kit-verdict", root), goodput = make("div", "kit-goodput", root), shares = make("p", "kit-shares kit-muted", root);
+  goodput.setAttribute("role", "img");
 
   // --- alerts
   const alerts = make("ul", "kit-alerts", root);
@@ -250,6 +258,8 @@ function render({ model, el }) {
       const levels = key === "loss" && view.start == null ? Object.values(state.frame.levels || {}) : [];
       a = Math.min(a, ...levels);
       b = Math.max(b, ...levels);
+      const band = bandOf(key);
+      if (band) [a, b] = [Math.min(a, band[0]), Math.max(b, Math.min(band[1], 4 * b))]; // one far off must not flatten the curve
       if (log && a > 0) return [a * 0.97, b * 1.04 + (a === b ? 1e-9 : 0)];
       if (["mfu", "tokens_per_s", "memory_bytes"].includes(key)) a = Math.min(a, 0.75 * b); // noise of a per cent should look like it
       const pad = 0.06 * (b - a) || Math.abs(b) * 0.05 || 1;
@@ -321,6 +331,21 @@ function render({ model, el }) {
         if (value != null) write(label, Math.min(right, u.valToPos(u.data[0][values.lastIndexOf(value)], "x", true)), u.valToPos(value, "y", true) - 14 * ratio);
       });
     }
+    const band = bandOf(key);
+    if (band && lastOf(u.data[3]) != null) {
+      const from = (frame.attempts || []).find(({ attempt }) => attempt === state.facts.outlook.band.attempt);
+      const at = (v) => Math.min(Math.max(u.valToPos(v, "y", true), bbox.top), bbox.top + bbox.height);
+      const left = from && !(view.log_x && from.x <= 0) ? Math.max(bbox.left, u.valToPos(from.x, "x", true)) : bbox.left, right = bbox.left + bbox.width;
+      const [top, bottom] = [at(band[1]), at(band[0])];
+      ctx.save();
+      ctx.fillStyle = state.dark ? "#ffffff1c" : "#00000012";
+      ctx.fillRect(left, top, right - left, bottom - top);
+      ctx.restore();
+      for (const v of band) rule(left, at(v), right, at(v), [2, 3]);
+      ctx.textAlign = "right";
+      const words = bandInWords(key), fits = ctx.measureText(words).width < bbox.width;
+      write(fits ? words : "expected", right - 4 * ratio, Math.max(bottom - 5 * ratio, bbox.top + 12 * ratio));
+    }
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
       ctx.textAlign = "center";
       write(`No MFU: ${state.facts.why_no_mfu || "no step has a duration"}`, bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
@@ -328,6 +353,8 @@ function render({ model, el }) {
     }
     ctx.restore();
   }
+  function bandOf(key) { return ((state.facts.outlook || {}).band || {})[key]; }
+  function bandInWords(key) { return `${state.facts.outlook.label}: ${bandOf(key).map(PANES.find((pane) => pane[0] === key)[4]).join(" to ")}`; }
   function dataOf(i) {
     const rows = state.rows, first = 1 + 3 * i, count = PANES.length * 3;
     const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
@@ -352,7 +379,7 @@ function render({ model, el }) {
       const data = dataOf(i);
       plot.setData(data);
       const value = lastOf(data[3]);
-      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`));
+      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `smoothed ${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`) + (bandOf(PANES[i][0]) ? `; ${bandInWords(PANES[i][0])}` : ""));
       readout(hosts[i], i, plot.cursor.idx, PANES[i][4]);
     });
     showTable();
@@ -398,6 +425,7 @@ function render({ model, el }) {
     root.dataset.step = f.step;
     root.dataset.attempt = f.attempt;
     showTiles(f);
+    showOutlook(f.outlook || {});
     showActions();
     showNotice();
     rankInput.max = f.ranks - 1;
@@ -416,6 +444,25 @@ function render({ model, el }) {
     tile.eta.box.title = f.cost ? `Cost: node hours x price per node hour, ${f.cost.note}` : "";
     put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString());
     put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "");
+  }
+  let shownBand = "";
+  function showOutlook(o) {
+    verdict.textContent = o.verdict || "";
+    verdict.hidden = !o.verdict;
+    verdict.classList.toggle("kit-slow", (o.verdict || "").startsWith("slower"));
+    const known = o.goodput, parts = known ? known.parts : [], words = ({ part, share }) => `${part} ${(100 * share).toFixed(1)} %`;
+    goodput.hidden = shares.hidden = !parts.length;
+    const label = known ? `Goodput ${known.share == null ? "unknown" : (100 * known.share).toFixed(1) + " %"} of the devices' time` : "";
+    goodput.setAttribute("aria-label", [label, ...parts.map(words)].join("; "));
+    goodput.replaceChildren(...parts.map((p) => { const piece = make("span", "", null); piece.style.cssText = `flex:${p.share};background:${PARTS[p.part]}`; piece.title = `${words(p)}, ${duration(p.seconds)}: ${p.meaning}`; return piece; }));
+    shares.replaceChildren(label, ...parts.filter((p) => p.share >= 0.001).sort((a, b) => b.share - a.share).slice(0, 6).map((p) => {
+      const item = make("span", "", null);
+      make("i", "", item).style.background = PARTS[p.part];
+      item.append(words(p));
+      return item;
+    }));
+    const band = JSON.stringify(o.band || null);
+    if (band !== shownBand && state.plots.length) { shownBand = band; draw(); }
   }
   function showActions() {
     const f = state.facts, lines = [];
