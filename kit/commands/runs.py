@@ -133,7 +133,7 @@ def _operators(profile: "Profile", rank: int, operators: "list[Operator]") -> Ta
 
 @app.command()
 def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List what deserved a look: lost or jumping losses, stalls, falling MFU, slow ranks, full disks, dead jobs."""
+    """List what deserved a look: lost, jumping or creeping losses, stalls, falling MFU, slow ranks, dead jobs."""
     from kit.monitor.text import COLOURS_OF_LEVELS, recorded_alerts
 
     found = recorded_alerts(Run.open(run))

@@ -1,8 +1,8 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
-Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.trainer.spikes`); a peak that
-the run goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow
-rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
+Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.trainer.spikes`) or creeps
+upward (`creep.py`); a peak that the run goes beyond, or comes closer to than real runs do; no step for a long time; MFU
+that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
 """
 
 import shutil
@@ -15,6 +15,7 @@ import numpy as np
 from cluster.job import JobStatus
 from cluster.state import JobState
 from kit.errors import kit_command
+from kit.monitor.creep import creeps
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
@@ -59,6 +60,12 @@ class Watchman:
         for row, before in spikes(columns["loss"][:end], start):
             loss = columns["loss"][row]
             yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {before:.3g})")
+        for creep in creeps(columns["loss"][:end], columns["learning_rate"][:end], start):
+            over = (
+                f"loss rises: median {creep.before:.4g} to {creep.now:.4g} in {creep.steps:,} steps, without a spike. "
+            )
+            advice = "Unless the data became harder: go back to a checkpoint before it with a lower learning rate"
+            yield _at(columns, creep.row, "rise", "warning", over + advice)
 
     def _peak(self, curves: Curves) -> Iterator[Alert]:
         """Judges the record, not the machine: of a run that has ended too."""

@@ -9,7 +9,7 @@ from typing import Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
-SAME_WITHIN_STEPS, SAME_WITHIN_S = 50, 600.0
+SAME_WITHIN_STEPS, SAME_WITHIN_S = {"nan": 50, "spike": 50, "rise": 5000}, 600.0
 
 Level = Literal["warning", "error"]
 
@@ -36,8 +36,8 @@ class Alert(Record):
             return self.message.partition(":")[0] == other.message.partition(":")[0]
         if self.kind == "guard":
             return self.step == other.step
-        if self.kind in ("nan", "spike"):
-            return abs(self.step - other.step) <= SAME_WITHIN_STEPS
+        if (steps := SAME_WITHIN_STEPS.get(self.kind)) is not None:
+            return abs(self.step - other.step) <= steps
         return abs(self.time - other.time) <= SAME_WITHIN_S
 
 
