@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 CHARTS = $(BIN)/python -m kit.monitor.bundle || true
 export OMP_NUM_THREADS ?= 1
 
-SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 slurmdbd slurm-wlm-mysql-plugin mariadb-server
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
 .PHONY: demo test system check pytest-ranks pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster import poll
+from cluster.login import mirror
 from cluster.record import ConfigError, Record, field_doc, html_table, kit_command
 from cluster.scheduler import SECRET_VALUE, SECRET_WORDS
 from cluster.state import (
@@ -208,6 +209,8 @@ class Job:
         Raises:
             JobError: the job runs where no signal of ours can reach it, or its scheduler refuses.
         """
+        if mirror.forward(self.run_dir, "cancel"):
+            return
         state = read_state(self.run_dir)
         if self.status().state.is_final or state is None:
             return
@@ -224,6 +227,8 @@ class Job:
                 raise JobError(f"{self.run_dir}: {_not_ours(self.run_dir, 'end')}") from error
 
     def _ask(self, request: Request) -> None:
+        if mirror.forward(self.run_dir, request):
+            return
         if self.status().state.is_final:
             return
         try:
@@ -240,6 +245,8 @@ class Job:
             ConfigError: the job cannot be started again; nothing was ended.
             JobError: the running attempt does not end, or the scheduler refuses.
         """
+        if mirror.forward(self.run_dir, "requeue"):
+            return
         state = read_state(self.run_dir)
         if state and state.scheduler_job:
             poll.backend(state.scheduler_job.scheduler).requeue(self, state.scheduler_job)
@@ -268,7 +275,12 @@ class Job:
             raise JobError(f"{self.run_dir}: no rank {rank}. Allowed: 0 to {self.spec.num_processes - 1}.")
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
-        return find_log(self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes)
+        file = find_log(self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes)
+        if not file.exists() and mirror.mirror_of(self.run_dir):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()  # a mirror fetches the logs that it has
+            mirror.refresh(self.run_dir, now=True)
+        return file
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

@@ -6,6 +6,7 @@ Planner, launcher and MFU read the same file, so a peak or a memory size exists 
 import dataclasses
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -107,6 +108,25 @@ class Storage(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class There(Record):
+    """The other side of a login node: what runs the kit there."""
+
+    python: str = field_doc("Python there, of an environment with the kit's packages")
+    folder: str = field_doc("where runs lie there, on a file system that the compute nodes share")
+    source: str | None = field_doc("folder there that holds the kit", default=None)
+    sync: bool = field_doc("send the kit's own source, once for each version, into `folder`", default=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("python", "folder", "source"):
+            value = getattr(self, name)
+            if value is not None and not value.startswith("/"):
+                raise ConfigError(f"site.there.{name}: {value!r} is not allowed. Give an absolute path there.")
+        if (self.source is None) is not self.sync:
+            raise ConfigError("site.there: give either source, the kit's folder there, or sync = true, which sends it.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Site(Record):
     """A machine: its devices, links, scheduler and price."""
 
@@ -122,6 +142,8 @@ class Site(Record):
     open_files: Fact | None = field_doc("that a process may have at most, sockets included", default=None)
     price_per_node_hour: Fact | None = field_doc("in USD", default=None)
     base: str | None = field_doc("packaged site whose facts hold where the file gives none", default=None)
+    login: str | None = field_doc("name of its login node in ~/.ssh/config; none: jobs are sent from it", default=None)
+    there: There | None = field_doc("with login: what runs on the other side", default=None)
     slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)
     kubernetes: Kubernetes | None = field_doc("how jobs are asked for and started under Kubernetes", default=None)
 
@@ -131,6 +153,8 @@ class Site(Record):
             raise ConfigError(f"site.name: {self.name!r} is not allowed. Give one line of printable characters.")
         if self.devices_per_node < 1:
             raise ConfigError(f"site.devices_per_node: {self.devices_per_node} is not allowed. Give a number from 1.")
+        if self.login is not None and (self.scheduler != "slurm" or not re.fullmatch(r"[\w@.][\w@.:-]*", self.login)):
+            raise ConfigError(f"site.login: {self.login!r} is not allowed. Give a name of ~/.ssh/config, with Slurm.")
 
     @classmethod
     def names(cls) -> list[str]:

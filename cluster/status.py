@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from cluster import poll
+from cluster.login import mirror
 from cluster.record import Record, field_doc
 from cluster.state import GIVEN_UP, JobState, RunState, last_attempt, read_asked, read_exit, read_state
 
@@ -32,6 +33,8 @@ class JobStatus(Record):
 
 def read_status(run_dir: Path) -> JobStatus:
     """Returns the truth about a job as far as this host can know it; `reason` says when it cannot."""
+    if mirror.mirror_of(run_dir):
+        return _mirrored(run_dir)
     state = read_state(run_dir)
     alive = is_alive(state)
     report = read_exit(run_dir)  # after the look at the process, which writes its report before it ends
@@ -56,6 +59,19 @@ def read_status(run_dir: Path) -> JobStatus:
             reason = f"{reason}; {why_unknown(state)}"
     step = state.step if state else None
     return JobStatus(state=verdict, reason=reason, attempt=attempt, step=step, heartbeat_age_s=age_s, exit_code=rc)
+
+
+def _mirrored(run_dir: Path) -> JobStatus:
+    """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
+    seen, trouble = mirror.look(run_dir)
+    if seen is None:
+        return JobStatus(state=JobState.QUEUED, reason=trouble or "nothing heard yet", attempt=last_attempt(run_dir))
+    status, age_s = JobStatus.from_dict(seen.status), max(0.0, time.time() - seen.time)
+    if status.heartbeat_age_s is not None and not status.state.is_final:
+        status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
+    if not trouble and age_s < 3 * mirror.INTERVAL_S:
+        return status
+    return status.replace(reason=f"{status.reason}; as of {age_s:.0f} s ago{f': {trouble}' if trouble else ''}")
 
 
 def is_alive(state: RunState | None) -> bool | None:

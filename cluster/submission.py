@@ -22,6 +22,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         In each case the run directory is as it was before.
     """
     with uninterrupted():
+        if site.login:
+            return backend("login.submit").submit(job, site, files)
         if site.scheduler == "local":
             return backend("local").submit(job, files)
         return backend(site.scheduler).submit(job, site, files)

@@ -12,6 +12,7 @@ from pathlib import Path
 import cluster
 from cluster.attempts import new_folders, refuse_live
 from cluster.job import JobSpec
+from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
 from kit.engines import check_engine
@@ -54,16 +55,21 @@ def launch(
     from kit.trainer.guard import check_recipe
 
     site = Site.load(site) if isinstance(site, str) else site
-    recipe = located(recipe)
+    if site.login is None:
+        recipe = located(recipe)
     plan.check(spec)
     alarm = find_alarm()
     site = on_device(site, plan, device)
     check_engine(plan)
     check_recipe(recipe, plan)
-    check_data(spec, plan, recipe)
+    if site.login is None:
+        check_data(spec, plan, recipe)
+    else:
+        refuse_lacking(site, [recipe.data, *(path for source in recipe.sources for path in source.paths)])
     with _alone(Path(directory).expanduser().resolve()):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-        run.checkpoints.check_space(spec)
+        if site.login is None:
+            run.checkpoints.check_space(spec)
         newest = _newest_whole(run.checkpoints)
         if newest is not None and newest >= recipe.num_steps:
             raise RunError(

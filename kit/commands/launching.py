@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from cluster.login.submit import attach as attach_run
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
@@ -79,7 +80,8 @@ def launch(
     if asked.lacking:
         raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
     chosen = Recipe.from_dict(asked.fields)
-    _tell_epochs(asked, chosen)
+    if place.login is None:
+        _tell_epochs(asked, chosen)
     with told_if_interrupted(run):
         if measure_peak:
             place = _measured(place, asked.plan, run)
@@ -254,7 +256,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
                 left.append(f"{name}, line {number}: {line.strip()}")
     left += [f"{field}: {where}" for field in to_fill_in(site)]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
-    if not asked.lacking:
+    if not asked.lacking and site.login is None:
         try:
             _tell_epochs(asked, Recipe.from_dict(asked.fields))
         except (ConfigError, DataError) as error:
@@ -299,3 +301,14 @@ def told_if_interrupted(run: Path) -> Iterator[None]:
         else:
             hint(f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}. End it:", "stop", run)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def attach(
+    run: RunArgument,
+    there: Annotated[str, typer.Option(help="its run directory on the other side of the site's login node")],
+    site: Annotated[str, typer.Option(help="a .toml file with login")],
+) -> None:
+    """Look from here at a run that was launched elsewhere: makes a mirror of it, a run directory like any other."""
+    attach_run(run.expanduser().absolute(), Site.load(site), there)
+    hint("Watch:", "watch", run)

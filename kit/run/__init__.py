@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import cluster
+from cluster.login.mirror import mirror_of, refresh
 from cluster.record import Record, html_table, write_atomic
 from cluster.site import Site
 from kit.errors import RunError
@@ -76,6 +77,8 @@ class Run:
             RunError: there is none.
         """
         directory = Path(directory).expanduser().resolve()
+        if mirror_of(directory):
+            refresh(directory)
         if not (directory / "spec.json").exists():
             raise RunError(f"{directory} is not a run directory (no spec.json). Make one with `kit launch`.")
         return cls(

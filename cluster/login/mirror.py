@@ -1,0 +1,195 @@
+"""The mirror of a run directory that lies on a cluster: itself a run directory, which every view can read, offline too.
+
+    login.json         whose mirror it is: the login node, the directory there, the Python and the source that answer
+    login_seen.json    what was last heard: the job's status, when, and which version of each small file came
+
+One round trip fills it: what grows (steps, history, logs that were asked for) comes from where it ended here, small
+files when they have changed. Data and checkpoints stay there. The job notices nothing.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shlex
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from cluster.login.connection import ssh
+from cluster.record import Record, field_doc, write_atomic
+from cluster.state import JobError, read_record
+
+MIRROR, SEEN = "login.json", "login_seen.json"
+INTERVAL_S, FIRST_WAIT_S = 5.0, 20.0
+MARK = b"\nKIT-ANSWER\n"
+"""Before the answer: what a login shell prints by itself comes first."""
+TAIL_BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mirror(Record):
+    """login.json: where the run is that this directory mirrors."""
+
+    login: str = field_doc("name of the login node in ~/.ssh/config")
+    python: str = field_doc("Python there")
+    source: str = field_doc("folder of the kit there")
+    directory: str = field_doc("run directory there")
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Returns the answer of the other side to a request.
+
+        Raises:
+            NoConnectionError: it cannot be reached.
+            JobError: it refuses, with its words.
+        """
+        # A login shell, since the scheduler and its modules may be known only there.
+        inner = f"cd {shlex.quote(self.source)} && exec {shlex.quote(self.python)} -m cluster.login.answer"
+        command = f"exec bash -lc {shlex.quote(inner)}"
+        answer = ssh(self.login, command, zlib.compress(json.dumps({"run": self.directory, **request}).encode()))
+        found = json.loads(zlib.decompress(answer.partition(MARK)[2]))
+        if "refused" in found:
+            raise JobError(f"{self.login}: {found['refused']}")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen(Record):
+    """login_seen.json: what was last heard from there."""
+
+    time: float = field_doc("unix time here")
+    status: dict[str, Any] = field_doc("JobStatus as the other side knew it")
+    versions: dict[str, int] = field_doc("checksums of small files that came", default_factory=dict)
+
+
+def mirror_of(run_dir: Path) -> Mirror | None:
+    """Returns whose mirror a run directory is, or None for one whose run is here."""
+    return read_record(Mirror, run_dir / MIRROR)
+
+
+def forward(run_dir: Path, request: str) -> bool:
+    """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`; returns False where the run is here.
+
+    Raises:
+        NoConnectionError: it cannot be asked; the job goes on.
+        JobError: it refuses.
+    """
+    if (mirror := mirror_of(run_dir)) is None:
+        return False
+    mirror.ask(do="request", request=request)
+    refresh(run_dir, now=True)
+    return True
+
+
+def look(run_dir: Path) -> tuple[Seen | None, str]:
+    """Returns what was last heard of a run, and what is in the way of hearing more, if anything.
+
+    Asks at most every INTERVAL_S, in the background; waits only for a first answer of this process.
+    """
+    with _LOCK:
+        known = _ASKING.get(run_dir)
+        if known is None or (not known.is_alive() and time.monotonic() - known.begun > INTERVAL_S):
+            known = _ASKING[run_dir] = _Asking(run_dir, first=known is None, trouble=known.trouble if known else "")
+            known.start()
+    if known.first:
+        known.join(FIRST_WAIT_S)
+    return read_record(Seen, run_dir / SEEN), known.trouble
+
+
+def refresh(run_dir: Path, now: bool = False) -> None:
+    """Brings a mirror up to date and returns when it is; what is in the way is told by `look`, not raised."""
+    if now:
+        with _LOCK:
+            _ASKING.pop(run_dir, None)
+    look(run_dir)
+
+
+class _Asking(threading.Thread):
+    """One round trip to the other side, or several while much is new."""
+
+    def __init__(self, run_dir: Path, first: bool, trouble: str) -> None:
+        super().__init__(name="login-poll", daemon=True)
+        self.run_dir, self.first, self.trouble, self.begun = run_dir, first, trouble, time.monotonic()
+
+    def run(self) -> None:
+        try:
+            while fetch(self.run_dir):
+                pass
+            self.trouble = ""
+        except (JobError, OSError, ValueError) as error:  # what is here already tells the rest
+            self.trouble = str(error)
+
+
+_ASKING: dict[Path, _Asking] = {}
+_LOCK = threading.Lock()
+
+
+def fetch(run_dir: Path) -> bool:
+    """Makes one round trip and returns whether more is to come at once; two processes never write at a time.
+
+    Raises:
+        NoConnectionError, JobError: as `Mirror.ask`.
+    """
+    mirror = mirror_of(run_dir)
+    assert mirror is not None
+    with open(run_dir / ".login.lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process of this machine is at it
+            return False
+        except OSError:
+            pass
+        seen = read_record(Seen, run_dir / SEEN)
+        versions = dict(seen.versions) if seen else {}
+        logs = [str(file.relative_to(run_dir)) for file in run_dir.glob("logs/attempt_*/*.log")]
+        ends = {name: _end(run_dir / name) for name in ("metrics.jsonl", "history.jsonl", *logs)}
+        answer = mirror.ask(do="read", ends=ends, versions=versions)
+        for name, (start, text) in answer["grown"].items():
+            _put(run_dir / name, start, text.encode("latin-1"))
+        for name, (version, text) in answer["changed"].items():
+            if _is_inside(name):
+                _replace(run_dir / name, text)
+                versions[name] = version
+        for name in answer["gone"]:
+            if _is_inside(name):
+                (run_dir / name).unlink(missing_ok=True)
+            versions.pop(name, None)
+        Seen(time=time.time(), status=answer["status"], versions=versions).write(run_dir / SEEN)
+    return answer["more"]
+
+
+def _end(file: Path) -> tuple[int, int]:
+    """Returns where a file ends here, and a checksum of its last bytes, by which the other side knows it again."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            return size, zlib.crc32(stream.read())
+    except FileNotFoundError:
+        return 0, 0
+
+
+def _put(file: Path, start: int, content: bytes) -> None:
+    """Appends what is new; from the start if the file there is another one now."""
+    if start == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, content)
+    else:
+        with file.open("r+b") as stream:
+            stream.seek(start)
+            stream.write(content)
+
+
+def _replace(file: Path, text: str) -> None:
+    if file.name == "alerts.jsonl":  # watchers of both sides write it: each line is kept
+        with contextlib.suppress(OSError):
+            known = set(file.read_text(encoding="utf-8").splitlines())
+            text = "".join(f"{line}\n" for line in [*known, *(each for each in text.splitlines() if each not in known)])
+    write_atomic(file, text)
+
+
+def _is_inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts and name not in (MIRROR, SEEN, "site.json")

@@ -1,0 +1,119 @@
+"""Sends a job to a cluster behind a login node: its records travel, and the same `submit` runs there."""
+
+import gzip
+import hashlib
+import io
+import shlex
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.attempts import Files, new_folders
+from cluster.job import Job, JobSpec
+from cluster.login.connection import NoConnectionError, ssh
+from cluster.login.mirror import MIRROR, Mirror, mirror_of, refresh
+from cluster.record import ConfigError, write_atomic
+from cluster.site import Site, There
+from cluster.state import JobError
+
+PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
+    """Sends a job through its site's login node and returns the handle of its mirror, the job's run directory here.
+
+    Raises:
+        ConfigError, JobError: it cannot run there, or the other side refuses; nothing was started.
+        NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one, whether it runs.
+    """
+    run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
+    mirror = _mirror(site, run_dir.name, known)
+    words = {sys.executable: mirror.python, job.run_dir: mirror.directory}
+    there = job.replace(
+        run_dir=mirror.directory, working_directory=mirror.source, argv=[words.get(word, word) for word in job.argv]
+    )
+    theirs = site.replace(login=None, there=None)
+    sent = {name: theirs.to_json() if name == "site.json" else text for name, text in (files or {}).items()}
+    kept = {MIRROR: mirror.to_json(), "job.json": there.to_json(), **(files or {}), "site.json": site.to_json()}
+    with new_folders(run_dir):
+        before = {name: (run_dir / name).read_bytes() if (run_dir / name).is_file() else None for name in kept}
+        _write(run_dir, kept)
+        try:
+            mirror.ask(do="submit", job=there.to_dict(), site=theirs.to_dict(), files=sent, new=known is None)
+        except NoConnectionError as error:
+            raise NoConnectionError(f"{error}. Whether the job was taken: `kit status` tells then.") from error
+        except JobError:
+            _write(run_dir, before)
+            raise
+    refresh(run_dir, now=True)
+    return Job.attach(run_dir)
+
+
+def attach(run_dir: Path, site: Site, directory: str) -> Job:
+    """Makes a mirror of a run that somebody launched there, from this machine or another, and returns its job.
+
+    Raises:
+        ConfigError: the site has no login node, or there is something in the directory here.
+        NoConnectionError, JobError: no run of the kit is there, or it cannot be asked.
+    """
+    if site.login is None:
+        raise ConfigError(f"site.login: {site.name!r} has none. Give a site file with login and [there].")
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        raise ConfigError(f"{run_dir} exists. Give a new directory for the mirror.")
+    mirror = _mirror(site, run_dir.name, None).replace(directory=directory)
+    asked = mirror.ask(do="asked")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    _write(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json(), **asked})
+    refresh(run_dir, now=True)
+    return Job.attach(run_dir)
+
+
+def refuse_lacking(site: Site, paths: list[str]) -> None:
+    """Raises ConfigError unless all paths are absolute and exist on the other side, which alone reads them."""
+    if relative := [path for path in paths if not path.startswith("/")]:
+        raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
+    if lacking := _mirror(site, "", None).ask(do="lacking", paths=paths)["lacking"]:
+        raise ConfigError(f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there first.")
+
+
+def _mirror(site: Site, name: str, known: Mirror | None) -> Mirror:
+    assert site.login is not None
+    if site.there is None:
+        raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
+                          f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
+    there = site.there
+    source = there.source or _synced(site.login, there)
+    directory = known.directory if known else f"{there.folder}/{name}"
+    return Mirror(login=site.login, python=there.python, source=source, directory=directory)
+
+
+def _synced(login: str, there: There) -> str:
+    """Returns the folder there that holds this very source, named by its hash; sends it unless it is there."""
+    packed = source_archive()
+    folder = f"{there.folder}/source/{hashlib.sha256(packed).hexdigest()[:16]}"
+    place, new = shlex.quote(folder), shlex.quote(f"{folder}.new")
+    if b"yes" not in ssh(login, f"test -d {place} && echo yes || echo no"):
+        ssh(login, f"rm -rf {new} && mkdir -p {new} && tar -xzf - -C {new} && mv -T {new} {place}", packed)
+    return folder
+
+
+def source_archive() -> bytes:
+    """Returns `kit` and `cluster` as one archive, the same bytes for the same source."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for file in sorted(file for package in ("cluster", "kit") for file in (PACKAGE_ROOT / package).rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts and "node_modules" not in file.parts:
+                about = tarfile.TarInfo(str(file.relative_to(PACKAGE_ROOT)))
+                about.size, about.mode = file.stat().st_size, 0o644
+                with file.open("rb") as content:
+                    archive.addfile(about, content)
+    return gzip.compress(stream.getvalue(), mtime=0)
+
+
+def _write(run_dir: Path, files: Mapping[str, str | bytes | None]) -> None:
+    for name, content in files.items():
+        if content is None:
+            (run_dir / name).unlink(missing_ok=True)
+        else:
+            write_atomic(run_dir / name, content)

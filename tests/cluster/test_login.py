@@ -1,0 +1,240 @@
+"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free port."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cluster
+from cluster.job import Job, JobSpec
+from cluster.login import connection, mirror
+from cluster.login.connection import NoConnectionError
+from cluster.login.submit import attach, refuse_lacking, source_archive
+from cluster.record import ConfigError
+from cluster.site import Site, There
+from cluster.state import JobError, JobState
+from tests.cluster.waiting import eventually
+
+SSHD, ROOT = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin"), Path(__file__).parents[2]
+STANDIN = str(Path(__file__).parent / "standin.py")
+
+
+class LoginNode:
+    """An sshd that can be switched off, with its connections, and on again."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        for name in ("host", "client"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation asks for it
+        variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        self.config, self.folder, self.control = folder / "sshd_config", folder, folder / "master"
+        self.config.write_text(
+            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/client.pub\n"
+            f"UsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication no\nSetEnv {variables}\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n IdentitiesOnly yes\n"
+            f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
+            f" ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
+        )
+        self.process: subprocess.Popen | None = None
+
+    def on(self) -> None:
+        assert SSHD
+        log = self.folder / "sshd.log"
+        self.process = subprocess.Popen([SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True)
+        assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
+        (self.folder / "sshd.log").write_text("")
+
+    def off(self) -> None:
+        """Ends sshd and the connection that is open."""
+        found = subprocess.run(["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
+                               capture_output=True, text=True)  # fmt: skip
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+        if "pid=" in found.stderr:
+            os.kill(int(found.stderr.partition("pid=")[2].split(")")[0]), signal.SIGKILL)
+
+
+@pytest.fixture
+def login_node(sandbox, tmp_path, monkeypatch):
+    """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
+    if SSHD is None:
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    variables = {"SLURM_CONF": sandbox.environment["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
+    node = LoginNode(tmp_path, variables)
+    node.on()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(str(shutil.which("ssh")))
+    monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "ssh_config"))
+    monkeypatch.setattr(mirror, "INTERVAL_S", 0.5)
+    with monkeypatch.context() as laptop:
+        laptop.setenv("PATH", str(tmp_path / "bin"))
+        laptop.delenv("SLURM_CONF")
+        yield node
+    node.off()
+
+
+@pytest.fixture
+def behind(site, login_node, tmp_path):
+    """The sandbox's site, seen from a laptop."""
+    there = There(python=sys.executable, folder=str(tmp_path / "there"), source=str(ROOT))
+    return site.replace(login="frontier", there=there)
+
+
+def job_spec(run_dir, steps="500", step_s="0.05"):
+    argv = (sys.executable, STANDIN, str(run_dir), steps, step_s)
+    return JobSpec(name="test", run_dir=str(run_dir), argv=argv, num_nodes=1, num_processes=1)
+
+
+def test_from_a_laptop_and_back(behind, login_node, tmp_path):
+    """Launch, look, lose the connection, look all the same, come back, ask, stop, resume, and a second laptop."""
+    here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
+    job = cluster.submit(job_spec(here), behind)
+    assert (there / "submit.sh").exists() and not (here / "submit.sh").is_symlink()
+    assert Site.read(there / "site.json").login is None and Site.read(here / "site.json").login == "frontier"
+    assert eventually(lambda: (job.status().step or 0) > 2), job.status()
+    assert "attempt 1 rank 0 from step 0" in job.logs()
+    with pytest.raises(JobError, match="in use"):
+        cluster.submit(job_spec(here), behind)
+
+    login_node.off()
+    step = job.status().step or 0
+    assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), job.status()
+    status = job.status()
+    assert status.state is JobState.RUNNING and "ssh" in status.reason and "-fN" in status.reason
+    with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN frontier`"):
+        job.stop()
+    login_node.on()
+    assert eventually(lambda: (job.status().step or 0) > step and "no connection" not in job.status().reason)
+
+    second = attach(tmp_path / "other" / "run", behind, str(there))
+    second.stop()
+    assert eventually(lambda: job.status().state is JobState.DONE), job.status()
+    assert [event.state for event in job.history][-1] == "done"
+    job.requeue()
+    assert eventually(lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING)
+    job.cancel()
+    assert eventually(lambda: second.status().state.is_final), second.status()
+    shutil.rmtree(there)
+    assert eventually(lambda: "not there any more" in job.status().reason), job.status()
+    assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
+
+
+def test_refusals_leave_nothing(behind, tmp_path):
+    (tmp_path / "there" / "taken").mkdir(parents=True)
+    (tmp_path / "there" / "taken" / "thesis.tex").touch()
+    with pytest.raises(JobError, match="frontier: .*taken exists there already"):
+        cluster.submit(job_spec(tmp_path / "laptop" / "taken"), behind)
+    assert not (tmp_path / "laptop").exists()
+    with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
+        refuse_lacking(behind, ["data/demo"])
+    with pytest.raises(ConfigError, match="is not on frontier"):
+        refuse_lacking(behind, [f"{tmp_path}/nowhere"])
+    there = behind.there.replace(python="/no/python")
+    with pytest.raises(JobError, match="frontier: exit code 12[67].*no/python"):
+        cluster.submit(job_spec(tmp_path / "laptop" / "run"), behind.replace(there=there))
+    assert not (tmp_path / "laptop").exists()
+
+
+def test_source_travels_once(behind, tmp_path, monkeypatch):
+    site = behind.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
+    refuse_lacking(site, [str(tmp_path)])
+    (folder,) = (tmp_path / "there" / "source").iterdir()
+    assert (folder / "cluster" / "login" / "answer.py").exists() and (folder / "kit" / "train.py").exists()
+    assert source_archive() == source_archive()
+    before = folder.stat().st_ctime_ns
+    refuse_lacking(site, [str(tmp_path)])
+    assert folder.stat().st_ctime_ns == before and len(list(folder.parent.iterdir())) == 1
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """A run directory and its mirror, which hear of each other without ssh; the bytes of each answer are counted."""
+    there, here, sizes = tmp_path / "there", tmp_path / "here", []
+    for folder in (there / "logs" / "attempt_01", here):
+        folder.mkdir(parents=True)
+    job_spec(there).write(there / "job.json")
+    mirror.Mirror(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
+
+    def ssh(login, command, data):
+        done = subprocess.run([sys.executable, "-m", "cluster.login.answer"], input=data, capture_output=True, cwd=ROOT)
+        sizes.append((len(data), len(done.stdout)))
+        return b"Welcome to Frontier!\n" + done.stdout
+
+    monkeypatch.setattr(mirror, "ssh", ssh)
+    return there, here, sizes
+
+
+def line(step):
+    return json.dumps({"step": step, "loss": 2.5, "grad_norm": 1.25, "tokens": 4096, "step_time_s": 0.5}) + "\n"
+
+
+def test_bytes_of_a_poll_at_a_million_steps(pair):
+    there, here, sizes = pair
+    steps = "".join(line(step) for step in range(1_000_000))
+    (there / "metrics.jsonl").write_text(steps)
+    (here / "metrics.jsonl").write_text(steps)
+    assert not mirror.fetch(here)
+    assert not mirror.fetch(here) and sum(sizes[-1]) < 600, sizes
+    with (there / "metrics.jsonl").open("a") as stream:
+        stream.write(line(1_000_000) + '{"step": 10000')
+    assert not mirror.fetch(here) and sum(sizes[-1]) < 800, sizes
+    assert (here / "metrics.jsonl").read_text() == steps + line(1_000_000)
+
+
+def test_a_file_that_is_another_one_now_comes_whole(pair):
+    there, here, _ = pair
+    (there / "metrics.jsonl").write_text(line(1) + line(2))
+    (there / "plan.json").write_text("{}")
+    (there / "alerts.jsonl").write_text("theirs\n")
+    (here / "alerts.jsonl").write_text("ours\n")
+    mirror.fetch(here)
+    assert (here / "plan.json").exists() and sorted((here / "alerts.jsonl").read_text().split()) == ["ours", "theirs"]
+    (there / "metrics.jsonl").write_text(line(1) + line(3))  # as long as before
+    (there / "plan.json").unlink()
+    mirror.fetch(here)
+    assert (here / "metrics.jsonl").read_text() == line(1) + line(3) and not (here / "plan.json").exists()
+    (there / "metrics.jsonl").write_text(line(4))
+    mirror.fetch(here)
+    assert (here / "metrics.jsonl").read_text() == line(4)
+
+
+def test_much_comes_in_parts_and_logs_when_asked(pair, monkeypatch):
+    there, here, sizes = pair
+    (there / "metrics.jsonl").write_text("".join(line(step) for step in range(120_000)))
+    (there / "logs" / "attempt_01" / "node_0.log").write_bytes(b"caf\xc3\xa9 \xff\n")
+    (there / "exit.json").write_text(json.dumps({"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0}))
+    job = Job.attach(there)
+    mirror.fetch(here)
+    while mirror.fetch(here):
+        pass
+    assert (here / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes() and len(sizes) > 1
+    assert not list(here.glob("logs/*/*")) and Job.attach(here).logs() == job.logs() == "café �\n"
+
+
+def test_site_file_is_checked():
+    with pytest.raises(ConfigError, match="either source, .* or sync"):
+        There(python="/usr/bin/python3", folder="/lustre/me")
+    with pytest.raises(ConfigError, match=r"there.folder: 'runs' is not allowed. Give an absolute path"):
+        There(python="/usr/bin/python3", folder="runs", sync=True)
+    with pytest.raises(ConfigError, match="site.login: '-oProxyCommand=x' is not allowed"):
+        Site.load("frontier").replace(login="-oProxyCommand=x")
+
+
+def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):
+    (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
+    monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
+    told = connection.open_command("frontier")
+    assert told.startswith(f"ssh -F {tmp_path}/config -fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'")
