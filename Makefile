@@ -58,9 +58,10 @@ gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
 	$(BIN)/python -m tests.benchmarks
 
-faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, all layouts; refreshes results/
-	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits --thorough tests/parallel \
+faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/
+	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
 	    tests/cluster/test_beats.py tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
+	$(BIN)/python -m pytest -q --thorough -m thorough
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

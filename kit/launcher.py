@@ -62,10 +62,14 @@ def launch(
     site = on_device(site, plan, device)
     check_engine(plan)
     check_recipe(recipe, plan)
+    begins = recipe.init_from is not None and not Checkpoints(Path(directory).expanduser() / "checkpoints").steps()
     if site.login is None:
         check_data(spec, plan, recipe)
+        if begins:
+            check_weights(spec, recipe)
     else:
-        refuse_lacking(site, [recipe.data, *(path for source in recipe.sources for path in source.paths)])
+        own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
+        refuse_lacking(site, [*own, recipe.init_from] if begins else own)
     with _alone(Path(directory).expanduser().resolve()):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         if site.login is None:
@@ -195,6 +199,28 @@ def _newest_whole(checkpoints: Checkpoints) -> int | None:
     if damaged:
         raise damaged
     return None
+
+
+def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
+    """Raises unless the weights that training starts from are this model's, and the text is in their tokens.
+
+    Raises:
+        ConfigError: they are of another model, or of another tokenizer than the text.
+        DataError, MissingPackageError: the folder cannot be read.
+    """
+    from kit.convert.hugging_face import hugging_face_weights
+    from kit.data import Dataset
+    from kit.data.tokenizer import load_tokenizer
+
+    folder, dataset = Path(str(recipe.init_from)), Dataset.open(Path(recipe.data))
+    hugging_face_weights(folder, spec)
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        theirs = load_tokenizer(folder).sha256
+        if theirs != dataset.info.tokenizer_sha256:
+            raise ConfigError(
+                f"recipe.data: {recipe.data} is in tokens of {dataset.info.tokenizer_sha256[:12]}, the weights in "
+                f"{folder} know those of its own tokenizer, {theirs[:12]}. Build the data with --tokenizer {folder}."
+            )
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:

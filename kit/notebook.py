@@ -8,6 +8,7 @@ from typing import Any
 from cluster.record import ConfigError, suggestion
 from cluster.render import check_submittable
 from cluster.site import Site
+from kit.convert.hugging_face_config import load_spec
 from kit.data.dataset import DESCRIPTION, Dataset
 from kit.engines import check_engine
 from kit.plan import Plan
@@ -93,10 +94,10 @@ def at_scale(
         if model is None or plan is None:
             raise ConfigError(f"MODEL, PLAN: {recipe} is a recipe without either. Give a preset or spec.json, and a "
                               "plan.json made by `kit plan --out`.")  # fmt: skip
-        spec, layout, stated = ModelSpec.load(model), Plan.read(Path(plan)), read_fields(Path(recipe))
+        spec, layout, stated = load_spec(model), Plan.read(Path(plan)), read_fields(Path(recipe))
     else:
         published = published_recipe(recipe)
-        spec = ModelSpec.load(model or published.model)
+        spec = load_spec(model or published.model)
         layout, stated = Plan.read(Path(plan)) if plan else published.plan, published.stated
     layout.check(spec)
     check_engine(layout)

@@ -66,6 +66,11 @@ class Recipe(Record):
         "sequence. Off in both papers. Engine native, without a pipeline",
         default=False,
     )
+    init_from: str | None = field_doc(
+        "folder of Hugging Face's (config.json, *.safetensors) with the weights that step 1 starts from (null: random; "
+        "engines native and deepspeed)",
+        default=None,
+    )
     sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
     phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
 

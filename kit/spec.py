@@ -7,7 +7,6 @@ V vocabulary, s sequence length.
 import dataclasses
 import enum
 import re
-from pathlib import Path
 from typing import Literal, Self
 
 from cluster.record import ConfigError, Record, field_doc, html_table, suggestion
@@ -96,15 +95,6 @@ class ModelSpec(Record):
             raise ConfigError(f"spec.preset: {name!r} is unknown. {_suggestion(name)}")
         family, shapes = PRESETS[name]
         return getattr(cls, family)(name=name, **shapes)
-
-    @classmethod
-    def load(cls, name: str) -> Self:
-        """Returns the preset of that name, or the model in a file whose name ends in `.json`.
-
-        Raises:
-            ConfigError: there is no such preset, or the file is missing or no spec.
-        """
-        return cls.read(Path(name)) if name.endswith(".json") else cls.preset(name)
 
     @property
     def family(self) -> Literal["gpt", "llama"]:

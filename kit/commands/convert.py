@@ -9,7 +9,6 @@ from kit.commands.options import JsonOption, RunArgument, print_record
 from kit.errors import ConfigError
 from kit.run import Run
 from kit.show.terminal import PlainConsole
-from kit.spec import ModelSpec
 
 app = typer.Typer()
 StepArgument = Annotated[str, typer.Argument(help="of the checkpoint, or `newest`", metavar="STEP")]
@@ -57,14 +56,15 @@ def import_checkpoint(
     ],
     source: Annotated[Path, typer.Argument(help="folder of its files", metavar="SOURCE")],
     out: OutArgument,
-    model: Annotated[str, typer.Option(help="a preset's name, or a spec.json: these files do not say their shapes")],
+    model: Annotated[str, typer.Option(help="a preset, spec.json or config.json: these files do not say their shapes")],
     as_json: JsonOption = False,
 ) -> None:
     """Write the shards of another trainer as a Hugging Face folder."""
     from kit.convert import deepspeed, megatron, neuron
     from kit.convert.hugging_face import export_hugging_face
+    from kit.convert.hugging_face_config import load_spec
 
-    spec = ModelSpec.load(model)
+    spec = load_spec(model)
     load = {
         "nxd": neuron.import_nxd,
         "megatron-deepspeed": megatron.import_megatron_deepspeed,

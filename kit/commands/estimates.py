@@ -20,7 +20,7 @@ app.add_typer(bench_app, name="bench", help="Measure the machine at hand.")
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="preset, or a spec.json", metavar="MODEL")],
+    model: Annotated[str, typer.Argument(help="preset, spec.json or config.json", metavar="MODEL")],
     site: Annotated[str, typer.Option(help="the machine: a name or a .toml file")],
     devices: Annotated[int, typer.Option(help="how many; all are used")],
     batch: Annotated[int, typer.Option(help="sequences in one optimizer step")],

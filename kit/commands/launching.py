@@ -21,6 +21,7 @@ from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
 from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
+from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.plan import Plan
@@ -41,11 +42,16 @@ NEEDED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--ste
 @app.command()
 def launch(
     run: RunArgument,
-    model: Annotated[str | None, typer.Option(help="preset, or a spec.json; default: the recipe's, or demo")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="preset, spec.json or config.json; default: the recipe's, or demo")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="a .toml or .json of Recipe's fields, or a published one: frontier-175b, hlat-7b")
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="layout made by `kit plan --out`; default: the recipe's")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="folder of Hugging Face's: start from its weights, and by default its model")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="folder made by `kit data build`; demo: data/demo")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
@@ -64,7 +70,8 @@ def launch(
     On GPUs a plan of neither file nor paper is bf16 and compiled; change it by --set plan.precision and plan.compile.
     """
     place, changes = Site.load(site), parse_settings(settings)
-    asked = ask_for(model, recipe, plan, {"data": data and str(data), "num_steps": steps}, changes)
+    given = {"data": data and str(data), "num_steps": steps, "init_from": init_from and str(init_from)}
+    asked = ask_for(model, recipe, plan, given, changes)
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
     place = on_device(place, asked.plan, device)
     if place.device.is_gpu:
@@ -137,8 +144,9 @@ def ask_for(
         from kit.papers.recipes import published_recipe
 
         published = published_recipe(recipe)
-    name = model or (published.model if published else DEMO)
-    spec = ModelSpec.load(name).replace(**changes["spec"])
+    begin = given.get("init_from")
+    name = model or begin or (published.model if published else DEMO)
+    spec = load_spec(name).replace(**changes["spec"])
     given = {key: value for key, value in given.items() if value is not None}
     if recipe is None:
         fields = _demo_fields(name, given)

@@ -23,7 +23,6 @@ from kit.commands.options import (
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, keep_drawing
-from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     from kit.monitor.runs import RunsTable
@@ -169,15 +168,18 @@ def import_(
     format: Annotated[str, typer.Option(help="megatron (Megatron-LM, Megatron-DeepSpeed) or nxdt (NxDT, HLAT)")],
     out: Annotated[Path, typer.Option(help="new run directory", metavar="RUN")],
     site: Annotated[str, typer.Option(help="where it ran: a name or a .toml file")],
-    model: Annotated[str | None, typer.Option(help="preset, or a spec.json, where the log does not tell it")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="preset, spec.json or config.json, where the log does not tell it")
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="go on as the log grows")] = False,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
+    from kit.convert.hugging_face_config import load_spec
     from kit.foreign.importers import import_log
 
-    spec = None if model is None else ModelSpec.load(model)
+    spec = None if model is None else load_spec(model)
     changes = parse_settings(settings)
     place = Site.load(site)
     report = import_log(log, out, format=format, site=place, spec=spec, changes=changes, follow=follow)

@@ -22,7 +22,7 @@ def rehearse(
     run: Annotated[
         Path | None, typer.Argument(help="run directory; or give --recipe or --model", metavar="RUN")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="preset, or a spec.json; default: the recipe's")] = None,
+    model: Annotated[str | None, typer.Option(help="preset, spec.json or config.json; default: the recipe's")] = None,
     recipe: Annotated[str | None, typer.Option(help="as of `kit launch`: a file, or a published one")] = None,
     plan: Annotated[Path | None, typer.Option(help="layout made by `kit plan --out`; default: the recipe's")] = None,
     data: Annotated[Path | None, typer.Option(help="folder made by `kit data build`")] = None,

@@ -3,6 +3,7 @@
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`) and the tokenizer.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +21,7 @@ from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
 from kit.convert.whole_folder import whole_folder
 from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
-from kit.errors import DataError, MissingPackageError
+from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.model import Decoder
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -147,6 +148,25 @@ def import_hugging_face(folder: str | Path) -> Weights:
             f"{weights.size_bytes:,} bytes. Copy them again."
         )
     return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
+
+
+def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of a Hugging Face folder for a model of these shapes, whatever its name.
+
+    A model with rotary positions may be trained on longer or shorter sequences than before.
+
+    Raises:
+        ConfigError: the folder holds another model.
+        DataError, MissingPackageError: as `import_hugging_face`.
+    """
+    found = import_hugging_face(folder)
+    free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
+    ours, theirs = spec.to_dict(), found.spec.to_dict()
+    differ = {key: (theirs[key], ours[key]) for key in ours if key not in free and ours[key] != theirs[key]}
+    if differ:
+        told = ", ".join(f"{key} {a!r} there and {b!r} here" for key, (a, b) in differ.items())
+        raise ConfigError(f"{folder} holds another model: {told}. Leave --model out, or give its config.json.")
+    return dataclasses.replace(found, spec=spec)
 
 
 class SafetensorsFolder:

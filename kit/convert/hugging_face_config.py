@@ -1,5 +1,7 @@
 """Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch."""
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
 from cluster.record import suggestion
@@ -122,6 +124,31 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **common,
     }
+
+
+def load_spec(name: str) -> ModelSpec:
+    """Returns a model by name: a preset, or a spec.json, or Hugging Face's config.json, or the folder of either.
+
+    Raises:
+        ConfigError: there is no such preset, or the file is missing, or tells of no model that the kit has.
+    """
+    file = Path(name).expanduser()
+    if file.is_dir():
+        file = next(
+            (file / each for each in ("spec.json", "config.json") if (file / each).exists()), file / "config.json"
+        )
+    if file.suffix != ".json":
+        return ModelSpec.preset(name)
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        table = None  # the record's own reader says what is wrong
+    if not isinstance(table, dict) or "model_type" not in table:
+        return ModelSpec.read(file)
+    try:
+        return spec_of(table, name=file.resolve().parent.name)
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise ConfigError(f"{file}: damaged ({type(error).__name__}: {error}). Copy it again.") from error
 
 
 def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:

@@ -7,7 +7,8 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kit.errors import DataError
 from kit.model import Decoder, empty_decoder
@@ -39,8 +40,12 @@ class Weights:
                 if weight.shape != target.shape:
                     raise DataError(f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}. {advice}")
                 if isinstance(target, DTensor):
-                    cut = distribute_tensor(weight, target.device_mesh, target.placements, src_data_rank=None)
-                    target, weight = target.to_local(), cut.to_local()
+                    shape, offset = compute_local_shape_and_global_offset(
+                        target.shape, target.device_mesh, target.placements
+                    )
+                    # Of a file in mapped memory, this part alone is read.
+                    weight = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+                    target = target.to_local()
                 target.copy_(weight)
 
         return cls(spec, fill)

@@ -34,7 +34,8 @@ def located(recipe: Recipe) -> Recipe:
     """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that match it now."""
     shards = [[shard for path in source.paths for shard in _shards(path)] for source in recipe.sources]
     sources = [source.replace(paths=paths) for source, paths in zip(recipe.sources, shards, strict=True)]
-    return recipe.replace(data=str(Path(recipe.data).expanduser().resolve()), sources=sources)
+    begin = recipe.init_from and str(Path(recipe.init_from).expanduser().resolve())
+    return recipe.replace(data=str(Path(recipe.data).expanduser().resolve()), sources=sources, init_from=begin)
 
 
 def _shards(path: str) -> list[str]:

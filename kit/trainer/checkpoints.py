@@ -3,12 +3,16 @@
 import time
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from kit.convert.hugging_face import hugging_face_weights
 from kit.engines import Engine, PortableEngine
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_ranks import alike, describe_together
 from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
+from kit.spec import ModelSpec
 
 
 class EngineCheckpoints(Protocol):
@@ -50,6 +54,24 @@ def engine_checkpoints(engine: Engine, run: Run, attempt: int, group: Any) -> En
         return NxdCheckpoints(run.checkpoints, run.spec, engine, **keep)  # pyright: ignore[reportArgumentType]
     assert isinstance(engine, PortableEngine)
     return PortableCheckpoints(run, engine, CheckpointWriter(run.checkpoints, **keep), group)
+
+
+def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
+    """Fills a new engine with the weights of a Hugging Face folder; each rank reads its own part of each.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError: the folder does not hold this model.
+    """
+    assert isinstance(engine, PortableEngine), "`check_recipe` refuses others"
+    weights = hugging_face_weights(folder, spec)
+    engine.restore_optimizer(0)
+    state = {
+        name.removeprefix("model."): tensor for name, tensor in engine.state_dict().items() if name[:6] == "model."
+    }
+    weights.fill(state)
+    engine.after_load()
+    if dist.get_rank() == 0:
+        print(f"started from the weights in {folder}", flush=True)
 
 
 class PortableCheckpoints:

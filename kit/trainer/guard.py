@@ -83,6 +83,11 @@ def check_recipe(recipe: Recipe, plan: Plan) -> None:
     Others than the native engine apply an update before anyone can look at it, or cannot load twice. Only the first
     stage of a pipeline sees tokens, and so the ends of documents.
     """
+    if recipe.init_from and plan.engine == "neuron":
+        raise ConfigError(
+            f"recipe.init_from: {recipe.init_from!r} is not allowed with plan.engine 'neuron', whose weights are NxD's "
+            f"own. Give null, or another engine."
+        )
     if recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1):
         raise ConfigError(
             f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and plan.pipeline_parallel "

@@ -20,7 +20,7 @@ from kit.errors import RunError
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from kit.trainer.batches import Batches
-from kit.trainer.checkpoints import engine_checkpoints
+from kit.trainer.checkpoints import engine_checkpoints, start_from
 from kit.trainer.profiler import Profiler
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
@@ -62,7 +62,7 @@ class Trainer:
         if self.rank == 0:
             run.checkpoints.recover()
         dist.barrier(self.control)
-        begins = not self.recovery.steps()
+        begins = not self.recovery.steps() and not self.recipe.init_from
         self.engine = build_engine(run.spec, self.plan, self.recipe, device, initialise=begins)
         if self.recipe.mask_documents:  # `check_recipe` lets only the native engine do that
             cast("NativeEngine", self.engine).mask_documents(self.dataset.eos_id)
@@ -92,6 +92,8 @@ class Trainer:
     def _resume(self) -> None:
         manifest = self.recovery.load_newest(self.checkpoints)
         if manifest is None:
+            if self.recipe.init_from:
+                start_from(self.recipe.init_from, self.run.spec, self.engine)
             return
         self.step, self.consumed, self.finished = manifest.step, manifest.samples, manifest.step
         if self.rank == 0:

@@ -8,6 +8,7 @@ import pytest
 from tests.benchmarks import gpu, train_speed
 
 
+@pytest.mark.thorough
 def test_the_tiny_form_runs_all_side_by_side(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     rows = {row.name: row for row in gpu.measure(tmp_path, model="tiny", rounds=1, compiled=False)}

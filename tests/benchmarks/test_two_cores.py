@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.benchmarks import checkpoints, cold_start, conversion, data
 
 
@@ -22,6 +24,7 @@ def test_checkpoints_are_saved_and_loaded_and_compared_with_a_plain_write(llama_
     assert rows["stall of training by a save"].value < 3 * whole_ms
 
 
+@pytest.mark.thorough
 def test_a_clone_comes_to_its_first_loss(tmp_path: Path) -> None:
     """Without what a package index would have to answer; with the demo's model, on a tenth of its text."""
     rows = {row.name: row for row in cold_start.measure(tmp_path, install=False, text_bytes=2_400_000)}

@@ -251,7 +251,7 @@ def test_sensitivity_and_figures(space, grid):
     assert f"failed: {np.isnan(trials.values).sum()}" in figure.axes[1].get_yticklabels()[0].get_text()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     measured = MeasuredRate(

@@ -84,6 +84,7 @@ def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
     assert right > 0.6 * len(pairs), "a pretrained model tells most good sentences from bad ones"
 
 
+@pytest.mark.thorough
 def test_smollm2_equals_the_harness_on_every_item(smollm2, of_smollm2, tmp_path: Path) -> None:
     reference, lm = theirs(*smollm2, tmp_path / "smollm2"), ours(*smollm2)
     for name in TASKS:

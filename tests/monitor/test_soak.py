@@ -96,7 +96,7 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_day_costs_no_more_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()

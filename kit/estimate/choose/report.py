@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.site import Site
+from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
 from kit.estimate.fit.calibrate import published_calibration
 from kit.plan import EngineName
-from kit.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def plan_report(
     Raises:
         ConfigError: as `search`, or model or site are unknown, or there is no such layout to choose.
     """
-    spec = ModelSpec.load(model)
+    spec = load_spec(model)
     if tokens is not None and tokens < batch * spec.sequence_length:
         one = f"{batch * spec.sequence_length:,}"
         raise ConfigError(f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g. 1.8e12.")

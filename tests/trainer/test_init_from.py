@@ -1,0 +1,153 @@
+"""Training that starts from Hugging Face's weights: transformers' own loss at step 1, on every layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cluster.site import Site
+from kit import launcher
+from kit.commands.app import app
+from kit.convert import load_model
+from kit.convert.hugging_face import import_hugging_face
+from kit.convert.hugging_face_config import load_spec
+from kit.errors import ConfigError
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+from kit.trainer.checkpoints import start_from
+from kit.trainer.guard import check_recipe
+from tests.faults.attempts import finished
+from tests.parity import build, make_plan
+from tests.workers import run_ranks
+
+BATCH = 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "TP2 x PP2": {"tensor_parallel": 2, "pipeline_parallel": 2},
+    "TP2 x DP2, ZeRO 3": {"tensor_parallel": 2, "data_parallel": 2, "zero_stage": 3},
+    "DeepSpeed, DP2, ZeRO 1": {"data_parallel": 2, "zero_stage": 1, "engine": "deepspeed"},
+}
+
+
+def save(folder: Path, family: str) -> Path:
+    """Writes a random model of transformers' own, with weights large enough to tell one from another."""
+    import transformers
+
+    torch.manual_seed(3)
+    if family == "llama":
+        config: Any = transformers.LlamaConfig(
+            vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
+        )  # fmt: skip
+        model: Any = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.GPT2Config(
+            vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=16, initializer_range=0.2, resid_pdrop=0,
+            embd_pdrop=0, attn_pdrop=0,
+        )  # fmt: skip
+        model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def their_loss(folder: Path, samples: torch.Tensor) -> float:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(samples[:, :-1]).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten()))
+
+
+def first_losses(spec: ModelSpec, plan: Plan, folder: Path, samples: torch.Tensor) -> list[float]:
+    """Returns the losses of two steps on the same samples."""
+    engine = build(spec, plan, Recipe(data="none", num_steps=2), initialise=False)
+    start_from(str(folder), spec, engine)
+    share = BATCH // plan.data_parallel
+    mine = samples[engine.data_rank * share :][:share]
+    return [engine.train_step(mine, 1e-2)[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_loss_is_transformers(layout: str, family: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / family, family)
+    spec = load_spec(str(folder)).replace(sequence_length=16)
+    count = 2 if LAYOUTS[layout].get("pipeline_parallel") else 1
+    size = BATCH // (count * LAYOUTS[layout].get("data_parallel", 1))
+    plan = make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **LAYOUTS[layout]})
+    samples = torch.randint(0, 300, (BATCH, 17), generator=torch.Generator().manual_seed(1))
+    found = run_ranks(plan.num_devices, first_losses, spec, plan, folder, samples)
+    assert all(losses == found[0] for losses in found)
+    assert found[0][0] == pytest.approx(their_loss(folder, samples), rel=1e-5)
+    assert found[0][1] < found[0][0], "the optimizer was given these weights too"
+
+
+@pytest.mark.thorough
+@pytest.mark.download
+@pytest.mark.parametrize("layout", ["one process", "TP2 x PP2"])
+def test_first_loss_of_smollm2_is_transformers(layout: str, tmp_path: Path) -> None:
+    from kit.convert.hugging_face import export_hugging_face
+    from kit.convert.smollm2 import load_smollm2
+
+    model, tokenizer = load_smollm2(download=True)
+    folder = export_hugging_face(model, tmp_path / "smollm2", tokenizer=tokenizer)
+    spec = load_spec(str(folder)).replace(sequence_length=64)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    samples = torch.tensor(tokenizer.encode(text)[: 4 * 65]).view(4, 65)
+    count = 2 if LAYOUTS[layout] else 1
+    plan = make_plan({"micro_batch_size": BATCH // count, "global_batch_size": BATCH, **LAYOUTS[layout]})
+    found = run_ranks(plan.num_devices, first_losses, spec, plan, folder, samples)[0]
+    assert found[0] == pytest.approx(their_loss(folder, samples), abs=1e-4)
+
+
+def test_a_run_starts_from_them_once(tmp_path: Path, tiny_dataset, monkeypatch) -> None:
+    folder = save(tmp_path / "theirs", "llama")
+    spec = load_spec(str(folder)).replace(sequence_length=16)
+    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder), learning_rate=1e-9, min_learning_rate=0)
+    plan = Plan(data_parallel=2, micro_batch_size=2, global_batch_size=4)
+    run = Run.create(tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
+    assert "started from the weights in" in finished(run).log()
+    begun, now = import_hugging_face(folder).decoder(), load_model(run)
+    for (name, before), after in zip(begun.named_parameters(), now.parameters(), strict=True):
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-6, msg=name)
+    (folder / "model.safetensors").unlink()
+    Run.open(run.directory)
+    (run.directory / "recipe.json").write_text(recipe.replace(num_steps=5).to_json())
+    log = finished(Run.open(run.directory), 2).log()
+    assert "resumed from step 3" in log and "started from" not in log, "what it began with may be gone"
+
+
+def test_what_does_not_fit_is_refused_before_a_launch(tmp_path: Path, tiny_dataset, monkeypatch) -> None:
+    folder = save(tmp_path / "theirs", "llama")
+    spec = load_spec(str(folder))
+    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder))
+    launcher.check_weights(spec.replace(name="mine", sequence_length=16), recipe)
+    with pytest.raises(ConfigError, match="holds another model: num_layers 2 there and 3 here"):
+        launcher.check_weights(spec.replace(num_layers=3), recipe)
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    monkeypatch.setattr("kit.data.tokenizer.load_tokenizer", lambda folder: type("Other", (), {"sha256": "0" * 64}))
+    with pytest.raises(ConfigError, match="Build the data with --tokenizer"):
+        launcher.check_weights(spec, recipe)
+    with pytest.raises(ConfigError, match=r"recipe\.init_from: .* is not allowed with plan\.engine 'neuron'"):
+        check_recipe(recipe, Plan(engine="neuron", global_batch_size=8))
+
+
+def test_a_model_is_named_by_config_json(tmp_path: Path) -> None:
+    folder = save(tmp_path / "theirs", "llama")
+    spec = load_spec(str(folder / "config.json"))
+    assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2) and load_spec(str(folder)) == spec
+    (folder / "spec.json").write_text(spec.replace(name="ours").to_json())
+    assert load_spec(str(folder)).name == "ours"
+    planned = ["plan", str(folder / "config.json"), "--site", "frontier", "--devices", "8", "--batch", "8", "--json"]
+    assert json.loads(CliRunner().invoke(app, planned).output)
+    config = json.loads((folder / "config.json").read_text())
+    for change in ({"model_type": "mixtral"}, {"rope_scaling": {"rope_type": "llama3"}}, {"attention_bias": "some"}):
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ConfigError):
+            load_spec(str(folder / "config.json"))
