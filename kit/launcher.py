@@ -69,7 +69,7 @@ def launch(
             check_weights(spec, recipe)
     else:
         own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-        refuse_lacking(site, [*own, recipe.init_from] if begins else own)
+        refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own)
     with _alone(Path(directory).expanduser().resolve()):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         if site.login is None:
