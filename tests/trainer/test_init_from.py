@@ -109,7 +109,9 @@ def test_first_loss_of_smollm2_is_transformers(layout: str, tmp_path: Path) -> N
 def test_a_run_starts_from_them_once(tmp_path: Path, tiny_dataset, monkeypatch) -> None:
     folder = save(tmp_path / "theirs", "llama")
     spec = load_spec(str(folder)).replace(sequence_length=16)
-    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder), learning_rate=1e-9, min_learning_rate=0)
+    recipe = Recipe(
+        data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder), learning_rate=1e-9, min_learning_rate=0
+    )
     plan = Plan(data_parallel=2, micro_batch_size=2, global_batch_size=4)
     run = Run.create(tmp_path / "run", spec=spec, plan=plan, recipe=recipe, site=Site.load("laptop"))
     assert "started from the weights in" in finished(run).log()
