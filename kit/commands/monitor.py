@@ -165,9 +165,19 @@ def alarm(
 @app.command(name="import")
 def import_(
     log: Annotated[Path, typer.Argument(help="log file of another trainer", metavar="LOG")],
-    format: Annotated[str, typer.Option(help="megatron (Megatron-LM, Megatron-DeepSpeed) or nxdt (NxDT, HLAT)")],
     out: Annotated[Path, typer.Option(help="new run directory", metavar="RUN")],
     site: Annotated[str, typer.Option(help="where it ran: a name or a .toml file")],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="megatron (Megatron-LM, Megatron-DeepSpeed), nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, "
+            "hf-trainer (trainer_state.json); default: found out"
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help=r"for others: a regular expression, e.g. 'it (?P<step>\d+) loss=(?P<loss>\S+)'"),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="preset, spec.json or config.json, where the log does not tell it")
     ] = None,
@@ -182,9 +192,11 @@ def import_(
     spec = None if model is None else load_spec(model)
     changes = parse_settings(settings)
     place = Site.load(site)
-    report = import_log(log, out, format=format, site=place, spec=spec, changes=changes, follow=follow)
+    report = import_log(log, out, format=format, pattern=pattern, site=place, spec=spec, changes=changes, follow=follow)
     skipped = f", {report.skipped_lines} torn lines skipped" if report.skipped_lines else ""
-    told = f"{report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}."
+    told = (
+        f"{report.format}: {report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}."
+    )
     tell(report.to_dict(), as_json, told, *(Text(f"- {note}") for note in report.notes))
     if not as_json:
         hint("Watch:", "watch", out)

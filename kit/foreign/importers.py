@@ -10,6 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from cluster.record import ConfigError, Record, field_doc, suggestion, write_ato
 from cluster.site import Site
 from cluster.state import JobState, log_path, update_state
 from kit.errors import DataError, RunError
-from kit.foreign.logs import PARSERS, LoggedStep, LogReader
+from kit.foreign.formats import FORMATS, LineLog, pattern_format
+from kit.foreign.logs import LoggedStep, LogParser, LogReader
 from kit.foreign.setup import Described, describe
 from kit.foreign.step_recorder import StepRecorder
 from kit.plan import Plan
@@ -37,7 +39,7 @@ class ImportReport(Record):
     """import.json: where the steps of an imported run come from, and what to know about them."""
 
     log: str = field_doc("absolute path")
-    format: str = field_doc("megatron or nxdt")
+    format: str = field_doc("who wrote it, a name of `kit.foreign.formats.FORMATS`, or pattern")
     lines: int = field_doc("lines read")
     steps: int = field_doc("steps recorded, repeated ones too")
     attempts: int = field_doc("starts of the trainer")
@@ -49,7 +51,8 @@ def import_log(
     log: str | Path,
     out: str | Path,
     *,
-    format: str,
+    format: str | None = None,
+    pattern: str | None = None,
     site: Site,
     spec: ModelSpec | None = None,
     changes: dict[str, dict[str, Any]] | None = None,
@@ -62,7 +65,9 @@ def import_log(
     Args:
         log: what the trainer printed on its last rank (Megatron) or on rank 0 (NxDT).
         out: new directory, or one that was made from the same log, which is then made anew.
-        format: who wrote it: `megatron` or `nxdt`.
+        format: who wrote it, a name of `FORMATS`; found out where it is not given.
+        pattern: for other trainers, a regular expression with the named groups `step` and `loss`, and any other of
+            `kit.foreign.formats.GROUPS`, which finds each line about a step.
         site: where it ran; its peak makes MFU, its highest matrix-product rate is what no step can exceed.
         spec: the model, where the log does not tell it.
         changes: of `spec`, `plan` and `recipe`: fields that the log does not tell, or tells wrongly.
@@ -78,7 +83,7 @@ def import_log(
     log, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
     changes = {"spec": {}, "plan": {}, "recipe": {}, **(changes or {})}
     _check_target(out, log)
-    reader, logged = _read(log, format)
+    format, reader, logged = _read(log, _formats(format, pattern), follow)
     asked = describe(reader.parser, logged, spec=spec, changes=changes)
     recorder = StepRecorder(
         batch=asked.printed_batch, sequence_length=asked.spec.sequence_length, engine_share=asked.engine_share,
@@ -118,24 +123,42 @@ def _check_target(out: Path, log: Path) -> None:
         raise RunError(f"{out} exists and was not imported from {log}. Give a new or empty directory.")
 
 
-def _read(log: Path, format: str) -> tuple[LogReader, list[LoggedStep]]:
-    if format not in PARSERS:
-        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, PARSERS)}")
-    reader = LogReader(log, PARSERS[format]())
-    try:
-        logged = reader.read() + reader.finish()
-    except OSError as error:
-        raise DataError(f"{log}: cannot be read ({error.strerror}). Give the trainer's log file.") from error
-    if all(step.validation_loss is not None and step.loss is None for step in logged):
-        raise DataError(
-            f"{log}: none of its {reader.lines:,} lines tells of a step as a {format} log does. Formats: "
-            f"{', '.join(PARSERS)}. If training has only begun, import it after its first step."
-        )
-    return reader, logged
+def _formats(format: str | None, pattern: str | None) -> dict[str, Callable[[], LogParser]]:
+    """Returns the formats that a log may have, by name."""
+    if pattern is not None:
+        if format is not None:
+            raise ConfigError(f"--pattern has no place beside --format {format}. Give one of them.")
+        return {"pattern": partial(LineLog, pattern_format(pattern))}
+    if format is not None and format not in FORMATS:
+        raise ConfigError(f"format: {format!r} is unknown. {suggestion(format, FORMATS)} For others: --pattern.")
+    return FORMATS if format is None else {format: FORMATS[format]}
+
+
+def _read(
+    log: Path, formats: dict[str, Callable[[], LogParser]], follow: bool
+) -> tuple[str, LogReader, list[LoggedStep]]:
+    """Returns the first format in which a log tells of a step, and what it tells."""
+    lines = 0
+    for name, parser in formats.items():
+        reader = LogReader(log, parser())
+        try:
+            logged = reader.read() + reader.finish()
+        except OSError as error:
+            raise DataError(f"{log}: cannot be read ({error.strerror}). Give the trainer's log file.") from error
+        if any(step.loss is not None or step.validation_loss is None for step in logged):
+            if follow and name == "hf-trainer":
+                raise ConfigError("--follow: a trainer_state.json does not grow, it is written whole. Import it again.")
+            return name, reader, logged
+        lines = reader.lines
+    known = f"a {next(iter(formats))} log does" if len(formats) == 1 else "a log of a known format does"
+    raise DataError(
+        f"{log}: none of its {lines:,} lines tells of a step as {known}. Formats: {', '.join(FORMATS)}; for others "
+        f"--pattern. If training has only begun, import it after its first step."
+    )
 
 
 def _fill_in(rows: list[dict[str, Any]], end: float) -> None:
-    """Gives an attempt's first row the speed of its second, and rows without a time stamp a time counted back."""
+    """Gives rows without a speed, as an attempt's first, that of the next, and rows without a time one counted back."""
     for row, following in reversed(list(zip(rows, rows[1:], strict=False))):
         if row["step_time_s"] is None and row["attempt"] == following["attempt"]:
             row["step_time_s"] = following["step_time_s"]

@@ -1,5 +1,7 @@
 """Readers of other trainers' logs: Megatron-LM and Megatron-DeepSpeed; NeMo on Neuron (NxDT) and HLAT's own script.
 
+`formats.py` has those whose steps are a line each, and the names of all.
+
 A reader takes a log line by line and returns a `LoggedStep` for each line that tells of an optimizer step. Speeds are
 taken from clocks alone: a log's own TFLOP/s and samples/s rest on a batch size that the engine may not have run, so
 they are only kept to be compared.
@@ -43,10 +45,23 @@ class LoggedStep:
         return hash(repr((self.step_time_s, self.clock_s, self.consumed_samples, self.loss, self.grad_norm)))
 
 
+class LogParser:
+    """What every reader of a format has: settings that the log told, torn lines, whether it ends, starts."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, str] = {}  # in Megatron's words
+        self.engine: dict[str, str] = {}
+        self.skipped_lines, self.done, self.starts = 0, False, 0
+
+    def feed(self, line: str) -> list[LoggedStep]:
+        """Returns what a line says about steps, usually nothing."""
+        raise NotImplementedError
+
+
 class LogReader:
     """Reads a growing log, each line once, through the reader of its format."""
 
-    def __init__(self, file: Path, parser: "MegatronLog | NxdtLog") -> None:
+    def __init__(self, file: Path, parser: LogParser) -> None:
         self.file, self.parser = file, parser
         self.offset, self.lines = 0, 0
 
@@ -89,7 +104,7 @@ class LogReader:
             return []
 
 
-class MegatronLog:
+class MegatronLog(LogParser):
     """Lines of Megatron-LM and Megatron-DeepSpeed, with or without srun's rank labels and time stamps.
 
     Source: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed; logs of
@@ -106,16 +121,13 @@ class MegatronLog:
     VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
 
     def __init__(self) -> None:
-        self.arguments: dict[str, str] = {}
-        self.engine: dict[str, str] = {}
-        self.skipped_lines, self.done, self.starts = 0, False, 0
+        super().__init__()
         self._time: float | None = None
         self._memory_bytes: int | None = None
 
     def feed(self, line: str) -> list[LoggedStep]:
-        """Returns what a line says about steps, usually nothing."""
         if stamp := self.STAMP.search(line[:80]) or (" datetime: " in line and self.STAMP.search(line)) or None:
-            self._time = _unix_time(stamp[1], "%Y-%m-%d %H:%M:%S") or self._time
+            self._time = unix_time(stamp[1], "%Y-%m-%d %H:%M:%S") or self._time
         if "iteration" in line and self.STARTED.search(line):
             return self._step(line)
         if "validation loss" in line and (found := self.VALIDATION.search(line)):
@@ -171,7 +183,7 @@ class MegatronLog:
         return [step]
 
 
-class NxdtLog:
+class NxdtLog(LogParser):
     """Progress bars of NeuronX Distributed Training (NeMo on Lightning), and the LOG lines of HLAT's training script.
 
     Source: AWS Neuron documentation, NxDT tutorials; `log_metrics` of aws-neuron/neuronx-distributed-training;
@@ -186,14 +198,11 @@ class NxdtLog:
     FINISHED = re.compile(r"`Trainer\.fit` stopped: `max_\w+=\d+` reached")
 
     def __init__(self) -> None:
-        self.arguments: dict[str, str] = {}  # such a log does not tell them
-        self.engine: dict[str, str] = {}
-        self.skipped_lines, self.done, self.starts = 0, False, 0
+        super().__init__()
         self._last: tuple = ()
         self._validation = ""
 
     def feed(self, line: str) -> list[LoggedStep]:
-        """Returns what a line says about steps, usually nothing."""
         if "reduced_train_loss=" in line or "global_step=" in line:
             bars = list(self.BAR.finditer(line))
             self.skipped_lines += not bars
@@ -241,7 +250,7 @@ class NxdtLog:
     def _log(self, line: str) -> list[LoggedStep]:
         found = self.LOG.search(line)
         fields = {name: number(text) for name, text in re.findall(r"([\w-]+) : (\S+)", found[4])} if found else {}
-        time = _unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
+        time = unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
         if not found or fields.get("step_loss") is None or fields.get("throughput") is None or time is None:
             self.skipped_lines += 1
             return []
@@ -256,9 +265,6 @@ class NxdtLog:
                 printed_samples_per_s=fields["throughput"],
             )
         ]
-
-
-PARSERS: dict[str, type[MegatronLog] | type[NxdtLog]] = {"megatron": MegatronLog, "nxdt": NxdtLog}
 
 
 def _fields(body: str) -> dict[str, float] | None:
@@ -298,7 +304,8 @@ def _clock(text: str) -> float:
     return float(sum(60**i * int(part or 0) for i, part in enumerate(reversed(text.split(":")))))
 
 
-def _unix_time(text: str, form: str) -> float | None:
+def unix_time(text: str, form: str) -> float | None:
+    """Returns a time of a log, None where it has another form."""
     try:
         return datetime.datetime.strptime(text, form).timestamp()  # in the zone of this machine, as logs do not tell
     except ValueError:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from cluster.record import ConfigError
-from kit.foreign.logs import LoggedStep, MegatronLog, NxdtLog, number
+from kit.foreign.logs import LoggedStep, LogParser, number
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -37,7 +37,7 @@ class Described:
 
 
 def describe(
-    parser: MegatronLog | NxdtLog,
+    parser: LogParser,
     logged: list[LoggedStep],
     *,
     spec: ModelSpec | None,
@@ -103,7 +103,7 @@ def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
     )
 
 
-def _engine_share(parser: MegatronLog | NxdtLog, notes: list[str]) -> Fraction:
+def _engine_share(parser: LogParser, notes: list[str]) -> Fraction:
     """Returns 1, or less where DeepSpeed's pipeline ran fewer micro-batches than Megatron counts sequences for.
 
     DeepSpeed cuts the global batch by its own micro-batch, then Megatron feeds it micro-batches of Megatron's size.
@@ -196,7 +196,9 @@ def _recipe(arguments: dict[str, str], logged: list[LoggedStep], given: dict[str
     told |= {} if clip is None else {"gradient_clip": clip or None}
     told |= {"seed": int(arguments["seed"])} if arguments.get("seed", "").isdigit() else {}
     last = max(step.step for step in logged)
-    total = max((step.total_steps for step in logged if step.total_steps), default=last)
+    total = max(
+        (step.total_steps for step in logged if step.total_steps), default=_whole(arguments, "train_iters", last)
+    )
     data = arguments.get("data_path", "").strip("[]'\"") or "unknown"
     return Recipe.from_dict({"data": os.path.basename(data), "num_steps": max(total, last), **told, **given})
 

@@ -24,8 +24,10 @@ class StepRecorder:
         A step that comes again belongs to a new attempt; the same line printed twice, or a validation loss, does not.
         """
         if logged.loss is None and logged.validation_loss is not None:
-            belongs = self.last_row.get("step") == logged.step
-            return [{**self.last_row, "validation_loss": logged.validation_loss}] if belongs else []
+            belongs = 0 <= self.last_row.get("step", 0) - logged.step < self.interval and self.last_row
+            return (
+                [{**self.last_row, "step": logged.step, "validation_loss": logged.validation_loss}] if belongs else []
+            )
         old, said = self.seen.get(logged.step), logged.said()
         if old == said and logged.starts == self.starts:
             return []

@@ -3,8 +3,8 @@
 The losses are cut into blocks of 25 to 400 steps, and twelve blocks in a row are a window. A loss creeps if, over a
 window, the medians of the blocks and their tenths from below both rise along a straight line (slope over its standard
 error above `LEAST_T` and half of it), by 0.5 % at least, in each third of the window (which a new mix of data, whose
-loss jumps once, does not), to above all of the window before (which the way back from easier data is not), while the
-learning rate has not risen (after which a loss rises for a while and falls again). The noise is that of the blocks
+loss jumps once, does not), to above all of the two windows before (which the way back from easier data is not), while
+the learning rate has not risen (after which a loss rises for a while and falls again). The noise is that of the blocks
 about their line, so losses may hang together over less than a block, or be means of several steps. No torch.
 
 What it finds, how late, and on which healthy runs it was tried stands in LOG.md.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 SCALES = (25, 50, 100, 200, 400)
-"""Steps of a block: a steep rise is found within 300 steps, a slow one in more noise within 4,800."""
+"""Steps of a block: a window of 300 steps finds a steep rise, one of 4,800 a slow one in more noise."""
 BLOCKS = 12
 LEAST_T = 7.0
 """No window of 10 million steps of Gaussian noise passes; healthy runs that rise for a while reach 4.6."""
@@ -48,7 +48,7 @@ def _of_scale(losses: np.ndarray, rates: np.ndarray, start: int, steps: int) -> 
     first, last = max(start // steps + 1, BLOCKS), len(losses) // steps  # blocks before the end of a window
     if first > last:
         return []
-    low = max(0, first - 2 * BLOCKS)
+    low = max(0, first - 3 * BLOCKS)
     blocks = np.sort(losses[low * steps : last * steps].reshape(-1, steps), axis=1)
     medians, tenths = (blocks[:, (steps - 1) // 2] + blocks[:, steps // 2]) / 2, blocks[:, steps // 10]
     windows = np.lib.stride_tricks.sliding_window_view(medians, BLOCKS)
@@ -59,7 +59,7 @@ def _of_scale(losses: np.ndarray, rates: np.ndarray, start: int, steps: int) -> 
     is_rise &= _slope_over_error(np.lib.stride_tricks.sliding_window_view(tenths, BLOCKS)) > LEAST_T / 2
     found = []
     for i in np.flatnonzero(is_rise).tolist():
-        end, earlier = low + i + BLOCKS, max(0, i - BLOCKS)
+        end, earlier = low + i + BLOCKS, max(0, i - 2 * BLOCKS)
         since = (low + earlier) * steps
         is_higher = quarters[i, -1] > medians[earlier:i].max(initial=-np.inf)
         if end >= first and is_higher and not _rises(rates[since : end * steps : max(1, steps // 2)]):

@@ -25,8 +25,8 @@ from kit.data.dataset import DatasetInfo
 from kit.data.token_file import HEADER, MAGIC
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport
+from kit.foreign.formats import FORMATS
 from kit.foreign.importers import import_log
-from kit.foreign.logs import MegatronLog, NxdtLog
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.alerts import AlertLog
@@ -182,6 +182,13 @@ iteration 1/ 10 |;iteration 2/ 10 |; elapsed time per iteration (ms): 1e3 |; lm 
 ;  world_size .... 0;  log_interval .... 5;  hidden_size .... 16;  num_attention_heads .... 0;  padded_vocab_size .... 9
 ;  lr .... nan;  clip_grad .... inf;  global_batch_size .... 8;  log_interval .... 999999999999;  seed .... 999999999999
 ;  tensor_model_parallel_size .... nan;  zero_stage .... 1e400;  ffn_hidden_size .... inf;iteration 9999999999/ 10 |
+;2025-01-01 00:00:00,5 ; step:  1  loss:  2  memory:  1GiB(1%)  tps: 9  tflops: 9
+; step:  9  loss:  nan  grad_norm: 1e400  memory:  9GiB(1%)  tps: 9
+;validate step:  9  loss:  3 ;iter 7: loss 3, time 9ms;iter 8: loss inf, time .ms;step 8: train loss 1, val loss x
+;completed step: 5, seconds: 9, TFLOP/s: 1, loss: 2
+;completed step: 99999999999999999999, seconds: .., TFLOP/s: 1, loss: 1
+;eval metrics after step: 5, loss=1;"log_history": [;"step": 7,;"loss": 2;"eval_loss": NaN;}
+;"step": 1e400,;"max_steps": -1
 """
 pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\n", "\r", "9" * 5000, "9:" * 300])
 
@@ -189,9 +196,9 @@ pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\
 @fuzzed(
     120,
     text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join),
-    format=st.sampled_from(["megatron", "nxdt"]),
+    format=st.sampled_from([None, *FORMATS]),
 )
-def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str) -> None:
+def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None) -> None:
     folder = tmp_path_factory.mktemp("log")
     (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
     ours_or_value(lambda: import_log(folder / "log", folder / "run", format=format, site=SITE, spec=SPEC))
@@ -209,10 +216,22 @@ def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
         import_log(tmp_path / "log", tmp_path / "run", format="megatron", site=SITE, spec=SPEC, changes=changes)
 
 
-@pytest.mark.parametrize("parser", [MegatronLog, NxdtLog])
+@pytest.mark.parametrize("parser", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize(
     "line",
-    ["Epoch 1: reduced_train_loss=", "[config.py:1:print] a ... ", "iteration 1/ 1 |", "- ", ". ", "validation loss "],
+    [
+        "Epoch 1: reduced_train_loss=",
+        "[config.py:1:print] a ... ",
+        "iteration 1/ 1 |",
+        "- ",
+        ". ",
+        "validation loss ",
+        "step: 1  loss: 2  memory: ",
+        "2025-01-01 00:00:00,1",
+        "iter 1: loss 2, ",
+        "completed step: 1, seconds: 1, TFLOP/s: 1, ",
+        '"a": 1,',
+    ],
 )
 def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) -> None:
     """Patterns that search a long line from each of its places would take hours on a few megabytes."""
