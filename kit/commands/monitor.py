@@ -64,7 +64,10 @@ def explain(run: RunArgument, as_json: JsonOption = False) -> None:
         changes = []
     facts = [("pace", found.verdict), *(("or", str(suspect)) for suspect in found.suspects[1:])]
     facts += [("nearest measured run", str(found.nearest))] if found.nearest else []
-    facts += [("where the time goes", ", ".join(f"{name.replace('_', ' ')} {seconds / found.expected_s:.0%}"
+    if found.parts_s:
+        facts += [("a step, measured", ", ".join(f"{name} {seconds / found.took_s:.0%}"
+                  for name, seconds in found.parts_s.items() if seconds > 0.005 * found.took_s))]  # fmt: skip
+    facts += [("where the time should go", ", ".join(f"{name.replace('_', ' ')} {seconds / found.expected_s:.0%}"
               for name, seconds in found.terms_s.items() if seconds > 0.01 * found.expected_s))]  # fmt: skip
     facts += [("a change that gains", f"{words}: {gain:.0%} less time, risk of running out of memory {risk:.1%}")
               for words, gain, risk in changes]  # fmt: skip

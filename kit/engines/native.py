@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
 from kit.engines.adamw import adamw
+from kit.engines.phases import Phases
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
@@ -62,18 +63,25 @@ class NativeEngine:
         """Returns what a step is going to give: an accelerator may still be at it, unless `accepts` is asked."""
         inputs, targets = self._shifted(samples)
         self.optimizer.zero_grad()
+        phases = Phases(self.device)
         loss = self._forward_backward(inputs, targets)
+        phases.mark()
         settle(self.parameters())
         if self.tied is not None:
             self.tied.reduce_gradients()
         norm = global_norm(self._counted_parameters(), self.pipeline_group)
         if self.recipe.gradient_clip is not None:
             clip(self.parameters(), norm, self.recipe.gradient_clip)
+        phases.mark()
         if self.accepts is None:  # then an accelerator gets the update before anyone waits for the loss
             self._update(learning_rate)
-        result = StepResult(self._mean_over_replicas(loss), norm)
+            phases.mark()
+        result = StepResult(self._mean_over_replicas(loss), norm, phases)
         if self.accepts is not None and self.accepts(*result.read()):
+            phases.marks.pop()  # the loss was reduced and judged too
+            phases.mark()
             self._update(learning_rate)
+            phases.mark()
         return result
 
     def _update(self, learning_rate: float) -> None:
@@ -198,7 +206,8 @@ class NativeEngine:
 class StepResult:
     """Loss and gradient norm of a step on their way into memory; an accelerator is waited for when they are read."""
 
-    def __init__(self, loss: Tensor, norm: Tensor) -> None:
+    def __init__(self, loss: Tensor, norm: Tensor, phases: Phases) -> None:
+        self.phases = phases
         self.values = torch.stack((loss, norm)).to("cpu", non_blocking=True)  # from a GPU: pinned
         self.arrived = torch.cuda.Event() if loss.device.type == "cuda" else None
         if self.arrived is not None:

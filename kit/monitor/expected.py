@@ -33,15 +33,33 @@ SUSPECTS: dict[str, tuple[tuple[str, ...], float]] = {
 spread is our judgement, not a fit: it only orders the explanations."""
 
 
+WAITS, PASSES = "waiting for other ranks or the network", "forward and backward pass"
+MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "waiting for data": ("data_s", ()),
+    "the optimizer": ("optimizer_s", ("optimizer",)),
+    WAITS: ("waiting_s", ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")),
+    "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
+    PASSES: ("forward_backward_s", ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")),
+}  # fmt: skip
+"""Parts of a step in words, what tells most first: their column of the metrics, and the terms of the estimate that they
+should take. A wait for others lies within the other parts."""
+LINKS = ("links inside a node", "the network between nodes")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suspect(Record):
-    """One part of the machine that would alone explain a slow step."""
+    """What would alone explain a slow step: a part of the machine, or a part of the step that was measured."""
 
     part: str = field_doc("in words")
-    speed: float = field_doc("share of the site file's number at which the step takes what it took")
+    speed: float | None = field_doc(
+        "share of the site file's number at which the step takes what it took", default=None
+    )
     measured: float | None = field_doc("share that was measured at the start of the job", default=None)
+    seconds: float | None = field_doc("of a step, as rank 0 measured it", default=None)
 
     def __str__(self) -> str:
+        if self.speed is None:
+            return f"{self.part}, {self.seconds:.3g} s a step (measured)"
         seen = "" if self.measured is None else f" (measured at the start: {self.measured:.0%})"
         return f"{self.part} at {self.speed:.0%} of the site file's number{seen}"
 
@@ -75,6 +93,8 @@ class Pace(Expectation):
 
     took_s: float
     """Median of the newest steps."""
+    parts_s: dict[str, float]
+    """What they were made of, on rank 0, as far as it was recorded: names of MEASURED."""
     suspects: tuple[Suspect, ...]
     """Each would alone explain a step slower than the interval; the likeliest first."""
     nearest: Nearest | None
@@ -99,6 +119,7 @@ class Pace(Expectation):
         return {
             "took_s": self.took_s, "expected_s": self.expected_s, "low_s": self.low_s, "high_s": self.high_s,
             "calibration": self.calibration.label, "verdict": self.verdict, "terms_s": self.terms_s,
+            "parts_s": self.parts_s,
             "suspects": [suspect.to_dict() for suspect in self.suspects], "warnings": list(self.warnings),
             "nearest": str(self.nearest) if self.nearest else None,
         }  # fmt: skip
@@ -131,12 +152,13 @@ def pace(run: Run) -> Pace:
         RunError: too few steps.
         ConfigError: as `expectation`.
     """
-    took_s, attempt = _took(run, run.metrics())
+    took_s, attempt, parts_s = _took(run, run.metrics())
     expected = expectation(run, attempt)
     is_published = expected.site.scheduler != "local"
     return Pace(
-        **{field.name: getattr(expected, field.name) for field in dataclasses.fields(expected)}, took_s=took_s,
-        suspects=tuple(_suspects(run, expected, took_s)) if took_s > expected.high_s else (),
+        **{field.name: getattr(expected, field.name) for field in dataclasses.fields(expected)},
+        took_s=took_s, parts_s=parts_s,
+        suspects=tuple(_suspects(run, expected, took_s, parts_s)) if took_s > expected.high_s else (),
         nearest=nearest_run(run.spec, expected.plan, expected.hardware, expected.calibration.coefficients)
         if is_published else None,
     )  # fmt: skip
@@ -165,18 +187,50 @@ def gains(run: Run, plan: Plan, count: int = 5) -> list[tuple[str, float, float]
     return sorted(best.values(), key=lambda change: -change[1])[:count]
 
 
-def _took(run: Run, metrics: Metrics) -> tuple[float, int]:
-    """Returns the median time of the newest attempt's newest steps, in seconds, and its number."""
+def _took(run: Run, metrics: Metrics) -> tuple[float, int, dict[str, float]]:
+    """Returns the median time of the newest attempt's newest steps, in seconds, its number, and parts of that time."""
     if len(metrics):
         attempt = int(metrics["attempt"][-1])
-        times = metrics["step_time_s"][metrics["attempt"] == attempt][WARM:][-RECENT:]
-        if len(times := times[np.isfinite(times)]) >= WARM:
-            return float(np.median(times)), attempt
+        rows = np.flatnonzero((metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"]))[WARM:][-RECENT:]
+        if len(rows) >= WARM:
+            took_s = float(np.median(metrics["step_time_s"][rows]))
+            return took_s, attempt, _parts(metrics, rows, took_s)
     raise RunError(f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when it has more.")
 
 
-def _suspects(run: Run, expected: Expectation, took_s: float) -> list[Suspect]:
-    """Returns the parts that would alone explain it, by how unusual such a speed would be; those measured well last."""
+def _parts(metrics: Metrics, rows: np.ndarray, took_s: float) -> dict[str, float]:
+    """Returns the median seconds of the parts of a step that were recorded, by their names in MEASURED."""
+    columns = {
+        name: metrics.columns[column][rows] for name, (column, _) in MEASURED.items() if column in metrics.columns
+    }
+    parts = {name: float(np.median(values)) for name, values in columns.items() if np.isfinite(values).all()}
+    phases = [seconds for name, seconds in parts.items() if MEASURED[name][0] not in ("data_s", "waiting_s")]
+    if phases and "waiting for data" in parts:  # beside a GPU's work it costs nothing
+        parts["waiting for data"] = min(parts["waiting for data"], max(0.0, took_s - sum(phases)))
+    return parts
+
+
+def _suspects(run: Run, expected: Expectation, took_s: float, parts_s: dict[str, float]) -> list[Suspect]:
+    """Returns what would alone explain it: a part of the step that was measured, then parts of the machine.
+
+    Those go by how unusual such a speed would be; what was measured to be well goes last.
+    """
+    half_s = (took_s - expected.expected_s) / 2
+    own_s = parts_s | {PASSES: parts_s[PASSES] - parts_s.get(WAITS, 0.0)} if PASSES in parts_s else parts_s
+    surplus = {name: own_s[name] - sum(expected.terms_s[term] for term in MEASURED[name][1]) for name in own_s}
+    told = [name for name in MEASURED if surplus.get(name, 0.0) > half_s]
+    machine = _machine_suspects(run, expected, took_s)
+    if (waits_s := surplus.get(WAITS)) is not None:  # a rank computes or waits
+        machine.sort(key=lambda suspect: (suspect.part in LINKS) != (waits_s > half_s))
+    if machine:  # which say more
+        told = [name for name in told if name != PASSES]
+    elif surplus and not told:
+        told = [max(surplus, key=surplus.__getitem__)]
+    return [*(Suspect(part=name, seconds=parts_s[name]) for name in told), *machine]
+
+
+def _machine_suspects(run: Run, expected: Expectation, took_s: float) -> list[Suspect]:
+    """Returns the parts of the machine that would alone explain it."""
     measured = _measured(run.directory, run.site)
     found: list[tuple[float, Suspect]] = []
     for part, (fields, usual) in SUSPECTS.items():

@@ -38,7 +38,7 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
         for axis in (left, right):
             axis.set_xlabel("optimizer step")
             _mark_attempts(axis, table)
-        band, verdict = compare(run)
+        band, verdict, _ = compare(run)
         if len(metrics):
             numbers, rows = np.unique(table["attempt"], return_index=True)
             firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))

@@ -41,7 +41,7 @@ class Outlook:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.band: Band | None = None
-        self.verdict = ""
+        self.verdict, self.parts_s = "", dict[str, float]()
         self.goodput: dict[str, Any] | None = None
         self._due, self._thread = 0.0, None
 
@@ -61,11 +61,12 @@ class Outlook:
     def facts(self) -> dict[str, Any]:
         """Returns the answers as plain values, for JSON."""
         band = dataclasses.asdict(self.band) if self.band else None
-        return {"band": band, "label": BAND, "verdict": self.verdict, "goodput": self.goodput}
+        return {"band": band, "label": BAND, "verdict": self.verdict, "parts_s": self.parts_s,
+                "goodput": self.goodput}  # fmt: skip
 
     def _work_out(self) -> None:
         start = time.thread_time()
-        self.band, self.verdict = compare(self.run)
+        self.band, self.verdict, self.parts_s = compare(self.run)
         try:
             self.goodput = _goodput(self.run)
         except Exception:  # no attempt yet, or a directory that is gone: the bar is left out
@@ -73,8 +74,11 @@ class Outlook:
         self._due = time.monotonic() + max(EVERY_S, (time.thread_time() - start) / SHARE)
 
 
-def compare(run: Run) -> tuple[Band | None, str]:
-    """Returns the expected band of the newest attempt, where there is one, and one sentence. Raises nothing."""
+def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
+    """Returns the expected band of the newest attempt if there is one, one sentence, and what a step is made of.
+
+    Raises nothing.
+    """
     band = None
     try:
         from kit.errors import RunError
@@ -84,11 +88,12 @@ def compare(run: Run) -> tuple[Band | None, str]:
         expected = expectation(run, attempt)
         band = _band(run, attempt, expected)
         try:
-            return band, pace(run).verdict
+            found = pace(run)
+            return band, found.verdict, found.parts_s
         except RunError:
-            return band, f"expected: {expected.band} ({expected.calibration.label}); too few steps to compare"
+            return band, f"expected: {expected.band} ({expected.calibration.label}); too few steps to compare", {}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
-        return band, f"no estimate: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        return band, f"no estimate: {str(error).splitlines()[0] if str(error) else type(error).__name__}", {}
 
 
 def draw_band(axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str) -> None:

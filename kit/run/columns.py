@@ -17,7 +17,10 @@ from kit.run.tail import CHUNK_BYTES, Tail
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 OPTIONAL_COLUMNS = (
     "validation_loss", "loss_scale", "skipped_steps", "reserved_bytes", "allocation_retries", "checkpoint_s",
+    "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
 )  # fmt: skip
+"""The last five, of rank 0, say where its step's time went: waiting for the batch; three phases of the native engine;
+and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks."""
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice

@@ -24,7 +24,7 @@ from kit.trainer.checkpoints import engine_checkpoints, start_from
 from kit.trainer.profiler import Profiler
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
-from kit.trainer.upkeep import SpeedProbe, collect_garbage, memory_row
+from kit.trainer.upkeep import SpeedProbe, busy_s, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog, patience_s
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Launched(NamedTuple):
     start: float
     learning_rate: float
     result: Any  # loss and gradient norm, or what they are to be read from
+    waits: dict[str, float]  # seconds
 
 
 class Trainer:
@@ -148,17 +149,19 @@ class Trainer:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
         samples = self.batches.at(self.consumed, self.plan.global_batch_size)
-        loaded, computing = time.perf_counter(), time.thread_time()
+        loaded, computing, busy = time.perf_counter(), time.thread_time(), busy_s()
         result = self.begin_step(samples, learning_rate)
+        waits = {"data_s": round(loaded - start, 6)}
         if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
             self.work_s = loaded - start + time.thread_time() - computing
+            waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy_s() + busy), 6)
         elif self.probe:
             self.work_s = self.probe.look()
         if self.is_ahead:
             collect_garbage(self.step)
         self.step += 1
         self.consumed += self.plan.global_batch_size
-        self.launched.append(Launched(self.step, start, learning_rate, result))
+        self.launched.append(Launched(self.step, start, learning_rate, result, waits))
 
     def _finish_steps(self, but: int = 0) -> None:
         """Waits for all launched steps `but` so many, and answers a bad one as the recipe says."""
@@ -175,7 +178,12 @@ class Trainer:
 
     def _row(self, launched: Launched) -> dict[str, Any]:
         """Returns what the metrics say of a step, once its result is there."""
-        loss, grad_norm = launched.result if isinstance(launched.result, tuple) else launched.result.read()
+        result, phases = launched.result, {}
+        if isinstance(result, tuple):
+            loss, grad_norm = result
+        else:
+            loss, grad_norm = result.read()
+            phases = result.phases.seconds()
         before, self.finished_at = self.finished_at, time.perf_counter()
         self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
@@ -192,6 +200,8 @@ class Trainer:
             **memory_row(self.device),
             **scaling,
             **({"checkpoint_s": stall_s} if stall_s else {}),
+            **launched.waits,
+            **phases,
         }
 
     def _write(self) -> None:

@@ -37,6 +37,15 @@ def memory_row(device: torch.device) -> dict[str, Any]:
     return {name: stats[its] for name, its in names.items()}
 
 
+def busy_s() -> float:
+    """Returns the seconds in which this thread has computed or, where Linux tells, waited for a core to compute on."""
+    try:
+        with open("/proc/thread-self/schedstat") as told:  # on a core, in its queue, in nanoseconds
+            return time.thread_time() + int(told.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return time.thread_time()
+
+
 class SpeedProbe:
     """Times matrix products on this rank's GPU now and then: steps tell nothing, as all ranks wait for the slowest."""
 

@@ -24,6 +24,7 @@ def _at_pace(folder: Path, times: float) -> Run:
     wanted = times * (low * high) ** 0.5
     for row in rows:
         row["step_time_s"] *= wanted
+        row |= {"data_s": 0.1 * wanted, "forward_backward_s": 0.7 * wanted}
         row["tokens"] = run.plan.global_batch_size * run.spec.sequence_length
         row["time"] = now - 1.1 * wanted * (400 - row["step"]) - 30 * (row["attempt"] == 1)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,6 +47,7 @@ def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times: flo
     mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.band
     assert band and (band.mfu[0] < mfu < band.mfu[1]) == (times == 1), "the chart says the same as the sentence"
     assert BAND in screen.page.get_by_role("img", name="MFU").get_attribute("aria-label")
+    assert "waiting for data: " in screen.page.locator(".kit-tile").nth(2).get_attribute("title")
     bar = screen.page.locator(".kit-goodput")
     assert "Goodput" in bar.get_attribute("aria-label") and "productive" in screen.text(".kit-shares")
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")

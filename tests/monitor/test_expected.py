@@ -56,6 +56,7 @@ def estimated(plan: Plan, **speeds: Any) -> float:
 def test_as_expected(tmp_path, plan):
     found = pace(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
+    assert found.parts_s == {}, "of metrics that do not tell"
     assert "calibrated on" in found.verdict and not found.suspects and found.nearest is not None
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
 

@@ -449,6 +449,7 @@ function render({ model, el }) {
   function showOutlook(o) {
     verdict.textContent = o.verdict || "";
     verdict.hidden = !o.verdict;
+    tile.speed.box.title = Object.entries(o.parts_s || {}).map(([part, s]) => `${part}: ${+s.toPrecision(3)} s`).join("\n");
     verdict.classList.toggle("kit-slow", (o.verdict || "").startsWith("slower"));
     const known = o.goodput, parts = known ? known.parts : [], words = ({ part, share }) => `${part} ${(100 * share).toFixed(1)} %`;
     goodput.hidden = shares.hidden = !parts.length;

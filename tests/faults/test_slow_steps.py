@@ -1,0 +1,103 @@
+"""Steps made slow in a known way, in a real run of two ranks: `kit explain` names what was done."""
+
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from cluster.site import Site
+from kit.commands.app import app
+from kit.engines.native import NativeEngine
+from kit.monitor.expected import PASSES, WAITS, pace
+from kit.run import Run
+from kit.trainer.batches import Batches
+from kit.trainer.loop import Trainer
+from tests.faults.attempts import finished
+from tests.faults.cost import DP2
+
+pytestmark = pytest.mark.timeout(300)
+EACH, STALL_S = 14, 0.15
+CASES = {
+    "slow data loader": "waiting for data",
+    "slow optimizer": "the optimizer",
+    "slow product on all ranks": PASSES,
+    "slow product on rank 1": WAITS,
+    "slow all-reduce": WAITS,
+    "slow send of gradients": WAITS,
+}
+
+
+def burn() -> None:
+    """Computes for as long, whatever else the core does."""
+    end = time.thread_time() + STALL_S
+    while time.thread_time() < end:
+        pass
+
+
+def sabotage(rank: int) -> None:
+    """Slows each EACH steps in another way; the first are left as they are."""
+    cases, now = ["none", *CASES], {"case": "none"}
+
+    def slowed(owner: object, name: str, case: str, wait) -> None:
+        real = getattr(owner, name)
+
+        def patched(*args, **kwargs):
+            if now["case"] == case:
+                wait()
+            return real(*args, **kwargs)
+
+        setattr(owner, name, patched)
+
+    launch = Trainer._launch_step
+
+    def told(self):
+        now["case"] = cases[self.step // EACH]
+        launch(self)
+
+    Trainer._launch_step = told
+    slowed(Batches, "at", "slow data loader", lambda: time.sleep(2 * STALL_S))
+    slowed(NativeEngine, "_update", "slow optimizer", burn)
+    slowed(NativeEngine, "_forward_backward", "slow product on all ranks", burn)
+    if rank == 1:
+        slowed(NativeEngine, "_forward_backward", "slow product on rank 1", burn)
+    slowed(dist, "all_reduce", "slow all-reduce", lambda: time.sleep(STALL_S))
+    slowed(NativeEngine, "_forward_backward", "slow send of gradients", lambda: time.sleep(2 * STALL_S))
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
+    """A run for each way, with the rows of its own steps of one real run."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = recipe.replace(num_steps=EACH * (1 + len(CASES)), checkpoint_every=None, validation_every=None)
+
+    def create(name: str) -> Run:
+        site = Site.load("laptop").with_measured_peak("fp32", 4e10, "test")
+        return Run.create(folder / name, spec=spec, plan=DP2, recipe=settings, site=site)
+
+    real = create("real")
+    finished(real, 1, sabotage)
+    rows = [json.loads(line) for line in (real.directory / "metrics.jsonl").read_text().splitlines()]
+    runs = {}
+    for number, name in enumerate(["none", *CASES]):
+        run = runs[name] = create(name.replace(" ", "-"))
+        own = rows[number * EACH : (number + 1) * EACH]
+        (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    return runs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_done_is_named_first(cases, name: str) -> None:
+    found = pace(cases[name])
+    assert found.verdict.startswith("slower than expected"), found.verdict
+    assert found.suspects and found.suspects[0].part == CASES[name], (found.verdict, found.parts_s)
+
+
+def test_parts_of_a_healthy_step_add_up_and_are_told(cases) -> None:
+    run: Run = cases["none"]
+    metrics = run.metrics()
+    phases = sum(metrics[name] for name in ("data_s", "forward_backward_s", "reduction_s", "optimizer_s"))
+    assert (phases <= metrics["step_time_s"] + 1e-5).all() and (phases > 0.5 * metrics["step_time_s"]).all()
+    told = CliRunner().invoke(app, ["explain", str(run.directory), "--json"])
+    assert "forward and backward pass" in json.loads(told.output)["parts_s"]
