@@ -276,9 +276,7 @@ class Job:
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
         file = find_log(self.run_dir, attempt or newest, rank, self.spec.num_processes // self.spec.num_nodes)
-        if not file.exists() and mirror.mirror_of(self.run_dir):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()  # a mirror fetches the logs that it has
+        if not file.exists() and mirror.wanted(self.run_dir, file).exists():
             mirror.refresh(self.run_dir, now=True)
         return file
 

@@ -71,7 +71,8 @@ def _mirrored(run_dir: Path) -> JobStatus:
         status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
     if not trouble and age_s < 3 * mirror.INTERVAL_S:
         return status
-    return status.replace(reason=f"{status.reason}; as of {age_s:.0f} s ago{f': {trouble}' if trouble else ''}")
+    age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"
+    return status.replace(reason=f"{status.reason}; as of {age} ago{f': {trouble}' if trouble else ''}")
 
 
 def is_alive(state: RunState | None) -> bool | None:

@@ -74,7 +74,8 @@ def launch(
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         if site.login is None:
             run.checkpoints.check_space(spec)
-        newest = _newest_whole(run.checkpoints)
+        there = site.login is not None  # of which a mirror knows the checkpoints' names
+        newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
         if newest is not None and newest >= recipe.num_steps:
             raise RunError(
                 f"{run.directory} has finished its {newest} steps. Go on with more: --steps N (recipe.num_steps)."

@@ -14,7 +14,8 @@ from cluster.state import JobError, find_log
 from cluster.submission import submit
 
 CHUNK_BYTES, SMALL_BYTES = 8 * 2**20, 2**20
-SMALL = ("*.json", "*.sh", "*.yaml", "alerts.jsonl", "eval/*.json", "ranks/*.json*", "control/*")
+CHECKPOINT = "checkpoints/*/manifest.json"
+SMALL = ("*.json", "*.sh", "*.yaml", "alerts.jsonl", "eval/*.json", "ranks/*.json*", "control/*", CHECKPOINT)
 MINE = ("site.json", "metrics.jsonl", "history.jsonl")
 """Not among the small files: the site as the other side names it, and what grows."""
 
@@ -61,7 +62,8 @@ def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict
         {file for pattern in SMALL for file in run_dir.glob(pattern)} - {run_dir / name for name in MINE}
     ):
         try:
-            content = file.read_bytes() if file.stat().st_size <= SMALL_BYTES else None
+            told_only = file.match(CHECKPOINT)  # that it is there; it may be large, and serves nobody without its files
+            content = b"" if told_only else file.read_bytes() if file.stat().st_size <= SMALL_BYTES else None
         except OSError:  # taken away in between
             continue
         if content is None or file.name.startswith("."):

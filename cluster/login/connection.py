@@ -32,13 +32,12 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
         NoConnectionError: there is no connection; with the command that opens one.
         JobError: the command fails, with its last words.
     """
-    batch = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
-    words = ["ssh", *_config(), *batch, *_shared(login, "auto"), "--", login, command]
     with tempfile.TemporaryFile() as said:  # not a pipe: a connection that stays open would keep it open
         try:
             done = subprocess.run(
-                words, input=data, stdout=subprocess.PIPE, stderr=said, timeout=timeout_s, start_new_session=True
-            )
+                _words(login, command), input=data, stdout=subprocess.PIPE, stderr=said, timeout=timeout_s,
+                start_new_session=True,
+            )  # fmt: skip
         except FileNotFoundError as error:
             raise JobError("ssh is not installed here. Install OpenSSH's client (openssh-client).") from error
         except subprocess.TimeoutExpired as error:
@@ -50,6 +49,22 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
     if done.returncode:
         raise JobError(f"{login}: exit code {done.returncode}: {last.strip()}")
     return done.stdout
+
+
+def pass_through(login: str, command: str) -> int:
+    """Runs a shell command on a login node, whose output goes where this process's goes, and returns its exit status.
+
+    Raises:
+        NoConnectionError: there is no connection.
+    """
+    if (code := subprocess.run(_words(login, command), stdin=subprocess.DEVNULL).returncode) == NOT_CONNECTED:
+        raise NoConnectionError(f"no connection to {login}, or no longer. {_advice(login)}")
+    return code
+
+
+def _words(login: str, command: str) -> list[str]:
+    batch = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_S}"]
+    return ["ssh", *_config(), *batch, *_shared(login, "auto"), "--", login, command]
 
 
 def open_command(login: str) -> str:

@@ -10,6 +10,7 @@ files when they have changed. Data and checkpoints stay there. The job notices n
 import contextlib
 import dataclasses
 import fcntl
+import hmac
 import json
 import os
 import shlex
@@ -17,9 +18,9 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TextIO
 
-from cluster.login.connection import ssh
+from cluster.login.connection import NoConnectionError, ssh
 from cluster.record import Record, field_doc, write_atomic
 from cluster.state import JobError, read_record
 
@@ -38,22 +39,60 @@ class Mirror(Record):
     python: str = field_doc("Python there")
     source: str = field_doc("folder of the kit there")
     directory: str = field_doc("run directory there")
+    seal: str = field_doc("shows that this user made it: run directories are passed on, and it says what is run there")
+
+    @classmethod
+    def sealed(cls, *, login: str, python: str, source: str, directory: str) -> Self:
+        """Returns a mirror of this user's own."""
+        return cls(
+            login=login, python=python, source=source, directory=directory, seal=_seal(login, python, source, directory)
+        )
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Returns the answer of the other side to a request.
 
         Raises:
             NoConnectionError: it cannot be reached.
-            JobError: it refuses, with its words.
+            JobError: it refuses, with its words, or the mirror is somebody else's.
         """
-        # A login shell, since the scheduler and its modules may be known only there.
-        inner = f"cd {shlex.quote(self.source)} && exec {shlex.quote(self.python)} -m cluster.login.answer"
-        command = f"exec bash -lc {shlex.quote(inner)}"
-        answer = ssh(self.login, command, zlib.compress(json.dumps({"run": self.directory, **request}).encode()))
-        found = json.loads(zlib.decompress(answer.partition(MARK)[2]))
+        answer = ssh(self.login, self.command("cluster.login.answer"),
+                     zlib.compress(json.dumps({"run": self.directory, **request}).encode()))  # fmt: skip
+        try:
+            found = json.loads(zlib.decompress(answer.partition(MARK)[2]))
+        except (zlib.error, ValueError) as error:  # the connection broke in the middle of it
+            raise NoConnectionError(f"{self.login}: the answer was cut short ({len(answer):,} bytes)") from error
         if "refused" in found:
             raise JobError(f"{self.login}: {found['refused']}")
         return found
+
+    def command(self, module: str, *words: str) -> str:
+        """Returns the shell command that runs a module of the kit there.
+
+        Raises:
+            JobError: the mirror was made by somebody else, so what it names may be anything.
+        """
+        if not hmac.compare_digest(self.seal, _seal(self.login, self.python, self.source, self.directory)):
+            told = f"`kit attach RUN --site FILE.toml --there {shlex.quote(self.directory)}`"
+            raise JobError(
+                f"somebody else made this mirror of {self.directory} on {self.login}. Make your own: {told}."
+            )
+        # A login shell, since the scheduler and its modules may be known only there.
+        inner = f"cd {shlex.quote(self.source)} && exec {shlex.join([self.python, '-m', module, *words])}"
+        return f"exec bash -lc {shlex.quote(inner)}"
+
+
+def _seal(*words: str) -> str:
+    """Returns a keyed hash; the key, made at first use, is this user's on this machine."""
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kit"
+    file = folder / "login.key"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.suppress(FileExistsError),
+            open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as new,
+        ):
+            new.write(os.urandom(32))
+    return hmac.digest(file.read_bytes(), "\0".join(words).encode(), "sha256").hex()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +138,14 @@ def look(run_dir: Path) -> tuple[Seen | None, str]:
     return read_record(Seen, run_dir / SEEN), known.trouble
 
 
+def wanted(run_dir: Path, log: Path) -> Path:
+    """Returns a log that somebody reads; a mirror fetches the logs that it has, so there it is made."""
+    if not log.exists() and mirror_of(run_dir):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    return log
+
+
 def refresh(run_dir: Path, now: bool = False) -> None:
     """Brings a mirror up to date and returns when it is; what is in the way is told by `look`, not raised."""
     if now:
@@ -116,10 +163,10 @@ class _Asking(threading.Thread):
 
     def run(self) -> None:
         try:
-            while fetch(self.run_dir):
+            while fetch(self.run_dir, patient=self.first):
                 pass
             self.trouble = ""
-        except (JobError, OSError, ValueError) as error:  # what is here already tells the rest
+        except Exception as error:  # whatever went wrong, what is here already tells the rest
             self.trouble = str(error)
 
 
@@ -127,8 +174,8 @@ _ASKING: dict[Path, _Asking] = {}
 _LOCK = threading.Lock()
 
 
-def fetch(run_dir: Path) -> bool:
-    """Makes one round trip and returns whether more is to come at once; two processes never write at a time.
+def fetch(run_dir: Path, patient: bool = False) -> bool:
+    """Makes one round trip and returns whether more is to come at once; one writer at a time, and `patient` waits.
 
     Raises:
         NoConnectionError, JobError: as `Mirror.ask`.
@@ -136,19 +183,16 @@ def fetch(run_dir: Path) -> bool:
     mirror = mirror_of(run_dir)
     assert mirror is not None
     with open(run_dir / ".login.lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process of this machine is at it
+        if not _is_locked(lock, FIRST_WAIT_S if patient else 0.0):  # another process of this machine is at it
             return False
-        except OSError:
-            pass
         seen = read_record(Seen, run_dir / SEEN)
         versions = dict(seen.versions) if seen else {}
         logs = [str(file.relative_to(run_dir)) for file in run_dir.glob("logs/attempt_*/*.log")]
         ends = {name: _end(run_dir / name) for name in ("metrics.jsonl", "history.jsonl", *logs)}
         answer = mirror.ask(do="read", ends=ends, versions=versions)
         for name, (start, text) in answer["grown"].items():
-            _put(run_dir / name, start, text.encode("latin-1"))
+            if name in ends:
+                _put(run_dir / name, start, text.encode("latin-1"))
         for name, (version, text) in answer["changed"].items():
             if _is_inside(name):
                 _replace(run_dir / name, text)
@@ -159,6 +203,21 @@ def fetch(run_dir: Path) -> bool:
             versions.pop(name, None)
         Seen(time=time.time(), status=answer["status"], versions=versions).write(run_dir / SEEN)
     return answer["more"]
+
+
+def _is_locked(lock: TextIO, wait_s: float) -> bool:
+    """Returns whether this caller has the lock now, waiting for it so long at most."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        except OSError:  # this file system has no locks
+            return True
 
 
 def _end(file: Path) -> tuple[int, int]:
@@ -188,6 +247,7 @@ def _replace(file: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             known = set(file.read_text(encoding="utf-8").splitlines())
             text = "".join(f"{line}\n" for line in [*known, *(each for each in text.splitlines() if each not in known)])
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)
 
 

@@ -28,7 +28,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one, whether it runs.
     """
     run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
-    mirror = _mirror(site, run_dir.name, known)
+    mirror = _mirror(site, known.directory if known else None, run_dir.name)
+    mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     words = {sys.executable: mirror.python, job.run_dir: mirror.directory}
     there = job.replace(
         run_dir=mirror.directory, working_directory=mirror.source, argv=[words.get(word, word) for word in job.argv]
@@ -61,7 +62,7 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
         raise ConfigError(f"site.login: {site.name!r} has none. Give a site file with login and [there].")
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir} exists. Give a new directory for the mirror.")
-    mirror = _mirror(site, run_dir.name, None).replace(directory=directory)
+    mirror = _mirror(site, directory)
     asked = mirror.ask(do="asked")
     run_dir.mkdir(parents=True, exist_ok=True)
     _write(run_dir, {MIRROR: mirror.to_json(), "site.json": site.to_json(), **asked})
@@ -73,19 +74,19 @@ def refuse_lacking(site: Site, paths: list[str]) -> None:
     """Raises ConfigError unless all paths are absolute and exist on the other side, which alone reads them."""
     if relative := [path for path in paths if not path.startswith("/")]:
         raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
-    if lacking := _mirror(site, "", None).ask(do="lacking", paths=paths)["lacking"]:
+    if lacking := _mirror(site, "").ask(do="lacking", paths=paths)["lacking"]:
         raise ConfigError(f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there first.")
 
 
-def _mirror(site: Site, name: str, known: Mirror | None) -> Mirror:
+def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
     assert site.login is not None
     if site.there is None:
         raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
                           f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
     there = site.there
     source = there.source or _synced(site.login, there)
-    directory = known.directory if known else f"{there.folder}/{name}"
-    return Mirror(login=site.login, python=there.python, source=source, directory=directory)
+    directory = f"{there.folder}/{name}" if directory is None else directory
+    return Mirror.sealed(login=site.login, python=there.python, source=source, directory=directory)
 
 
 def _synced(login: str, there: There) -> str:

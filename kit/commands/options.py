@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from cluster.login.connection import pass_through
+from cluster.login.mirror import mirror_of
 from kit.errors import ConfigError, kit_command
 from kit.measure.device import DeviceName
 from kit.show.terminal import PlainConsole, Table
@@ -86,3 +89,14 @@ def hint(text: str, name: str, *words: str | Path) -> None:
 def console() -> PlainConsole:
     """Returns the console of a command."""
     return PlainConsole()
+
+
+def run_there(run: str | Path) -> None:
+    """Runs the same command where the run lies and ends with its exit status, if `run` is a mirror of one.
+
+    Raises:
+        NoConnectionError, JobError: it cannot be run there.
+    """
+    if mirror := mirror_of(Path(run).expanduser()):
+        words = [mirror.directory if word == str(run) or Path(word) == run else word for word in sys.argv[1:]]
+        raise typer.Exit(pass_through(mirror.login, mirror.command("kit", *words)))

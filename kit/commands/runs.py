@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.job import Job
-from kit.commands.options import JsonOption, RunArgument, console, hint, strict_json, tell
+from kit.commands.options import JsonOption, RunArgument, console, hint, run_there, strict_json, tell
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, plain
@@ -99,6 +99,7 @@ def profile(
     """Record steps of a running job for ui.perfetto.dev, with memory on a GPU; print the ten largest operators."""
     from kit.run import profile as profiling
 
+    run_there(run)
     if not last:
         job = _living(run, "profile")
         try:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from kit.commands.options import JsonOption, console, tell
+from cluster.login.mirror import mirror_of
+from kit.commands.options import JsonOption, console, run_there, tell
 from kit.errors import ConfigError, RunError
 from kit.run import Run
 from kit.show.terminal import PlainConsole, Table
@@ -84,6 +85,7 @@ def evaluate(
         raise ConfigError("--out: only with a Hugging Face folder; a run keeps its scores in its own eval/.")
     if submit and not follow:
         raise ConfigError("--submit: only with --follow. Give both, or neither to score here and now.")
+    _behind_a_login_node(run, submit)
     chosen = evaluation.DEFAULT_TASKS if asked is None else asked
     if follow:
         _follow(Run.open(run), chosen, options, submit, as_json)
@@ -93,6 +95,13 @@ def evaluate(
     report = evaluation.evaluate(Run.open(run), step, chosen, **options)
     if os.environ.get("RANK", "0") == "0":  # of the ranks of a job, one speaks
         _print(report, suite, as_json)
+
+
+def _behind_a_login_node(run: str, submit: bool) -> None:
+    """Has the mirror of a run scored where its checkpoints are, by jobs; a run that is here is left alone."""
+    if mirror_of(Path(run).expanduser()) and not submit:
+        raise ConfigError(f"{run}: its checkpoints are behind a login node. Add --follow --submit: jobs score them.")
+    run_there(run)
 
 
 def _refuse(flags: list[str], why: str) -> None:

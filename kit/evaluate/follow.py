@@ -12,7 +12,7 @@ from cluster.job import Job
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
-from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
 from kit.evaluate import Options, check_request, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest, num_files
 from kit.evaluate.jobs import eval_job, layout
@@ -63,7 +63,7 @@ def follow_run(
     Raises:
         ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
     """
-    run = Run.open(run) if isinstance(run, str | Path) else run
+    run = _opened(run)
     chosen, requests = Options.of(options), check_request(tasks)
     layout(run.spec, run.site, chosen)
     pending: dict[int, Job] = {}
@@ -95,6 +95,14 @@ def follow_run(
             idle(poll_s)
     except KeyboardInterrupt:
         return
+
+
+def _opened(run: Run | str | Path) -> Run:
+    run = Run.open(run) if isinstance(run, str | Path) else run
+    if run.is_mirror:
+        raise ConfigError(f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs there: "
+                          f"`{kit_command('eval', run.directory, '--follow', '--submit')}`.")  # fmt: skip
+    return run
 
 
 def _score(run: Run, step: int, tasks: Sequence[str] | str, options: dict[str, Any]) -> Followed:

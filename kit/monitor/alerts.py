@@ -95,7 +95,7 @@ class Watchman:
             self._rows_since = time.monotonic()
             return
         checks = [self._stall(columns), self._mfu(curves), self._straggler(ranks), self._memory(columns)]
-        if not self.run.is_imported:  # else its checkpoints are on another machine's disk
+        if not (self.run.is_imported or self.run.is_mirror):  # else its checkpoints are on another machine's disk
             checks += [self._disk(), self._checkpoint(columns, status.attempt, step)]
         for kind, level, message in filter(None, checks):
             yield alert(kind, level, message)

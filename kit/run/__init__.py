@@ -104,6 +104,11 @@ class Run:
         """Whether it was made from another trainer's log: its job, checkpoints and disk are elsewhere."""
         return (self.directory / "import.json").exists()
 
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the run itself lies on a cluster, behind its site's login node."""
+        return mirror_of(self.directory) is not None
+
     def plans(self) -> dict[int, Plan]:
         """Returns the plan of each attempt that has started."""
         return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
@@ -90,8 +91,13 @@ class Checkpoints:
 
         Raises:
             DamagedCheckpointError: there is none at this step, or files are missing or cut short.
+            CheckpointError: this directory mirrors a run elsewhere, where checkpoints stay.
         """
         path = self.path(step)
+        if mirror := mirror_of(self.directory.parent):
+            raise CheckpointError(
+                f"The checkpoint of step {step} stays on {mirror.login}: {mirror.directory}. Use it there."
+            )
         try:
             manifest = Manifest.read(path / MANIFEST)
             sealed = manifest.checksums.get(MANIFEST)

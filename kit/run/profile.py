@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.record import Record, field_doc
-from kit.errors import ConfigError, RunError
+from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 
 MAX_STEPS = 100
@@ -63,6 +63,9 @@ def ask_profile(run: Run, num_steps: int, ranks: list[int]) -> ProfileRequest:
     Raises:
         ConfigError: the engine or a number is not allowed.
     """
+    if run.is_mirror:
+        command = kit_command("profile", run.directory)
+        raise ConfigError(f"profile: {run.directory} only mirrors the run. In a terminal, `{command}` asks there.")
     if run.plan.engine == "neuron":
         raise ConfigError("profile: torch's profiler sees nothing of a NeuronCore; use AWS's neuron-profile there.")
     if not 1 <= num_steps <= MAX_STEPS:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,17 @@ from cluster.login.submit import attach, refuse_lacking, source_archive
 from cluster.record import ConfigError
 from cluster.site import Site, There
 from cluster.state import JobError, JobState
+from kit.errors import CheckpointError
+from kit.run.checkpoint import Checkpoints
 from tests.cluster.waiting import eventually
 
 SSHD, ROOT = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin"), Path(__file__).parents[2]
 STANDIN = str(Path(__file__).parent / "standin.py")
+
+
+@pytest.fixture(autouse=True)
+def own_key(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
 
 
 class LoginNode:
@@ -110,6 +118,9 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
         cluster.submit(job_spec(here), behind)
 
     login_node.off()
+    with pytest.raises(NoConnectionError, match="Open one"):
+        cluster.submit(job_spec(tmp_path / "laptop" / "late"), behind)
+    assert not (tmp_path / "laptop" / "late").exists()
     step = job.status().step or 0
     assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), job.status()
     status = job.status()
@@ -127,9 +138,32 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING)
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
+    (there / "checkpoints" / "step_00000005").mkdir(parents=True)
+    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    checkpoints = Checkpoints(here / "checkpoints")
+    assert eventually(lambda: job.status() and checkpoints.steps() == [5])
+    with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
+        checkpoints.manifest(5)
     shutil.rmtree(there)
     assert eventually(lambda: "not there any more" in job.status().reason), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
+
+
+def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
+    here, ask = tmp_path / "laptop" / "run", mirror.Mirror.ask
+
+    def cut(self, **request):
+        answer = ask(self, **request)
+        if request["do"] == "submit":
+            raise NoConnectionError("frontier did not answer")
+        return answer
+
+    monkeypatch.setattr(mirror.Mirror, "ask", cut)
+    with pytest.raises(NoConnectionError, match="Whether the job was taken: `kit status`"):
+        cluster.submit(job_spec(here), behind)
+    job = Job.attach(here)
+    assert eventually(lambda: job.status().step), job.status()
+    job.cancel()
 
 
 def test_refusals_leave_nothing(behind, tmp_path):
@@ -166,7 +200,7 @@ def pair(tmp_path, monkeypatch):
     for folder in (there / "logs" / "attempt_01", here):
         folder.mkdir(parents=True)
     job_spec(there).write(there / "job.json")
-    mirror.Mirror(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
+    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
 
     def ssh(login, command, data):
         done = subprocess.run([sys.executable, "-m", "cluster.login.answer"], input=data, capture_output=True, cwd=ROOT)
@@ -222,6 +256,26 @@ def test_much_comes_in_parts_and_logs_when_asked(pair, monkeypatch):
         pass
     assert (here / "metrics.jsonl").read_bytes() == (there / "metrics.jsonl").read_bytes() and len(sizes) > 1
     assert not list(here.glob("logs/*/*")) and Job.attach(here).logs() == job.logs() == "café �\n"
+
+
+def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
+    _, here, sizes = pair
+    strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
+    strange.write(here / "login.json")
+    assert "somebody else made this mirror" in Job(here, job_spec(here)).status().reason and not sizes
+
+
+def test_an_answer_writes_nowhere_else(pair, monkeypatch):
+    _, here, _ = pair
+    found = {"status": {}, "gone": ["../kept"], "more": False, "grown": {"../grown.jsonl": [0, "x"]},
+             "changed": {"../changed.json": [1, "x"], "login.json": [1, "x"], "/tmp/x": [1, "x"]}}  # fmt: skip
+    (here.parent / "kept").touch()
+    before = (here / "login.json").read_bytes()
+    packed = mirror.MARK + zlib.compress(json.dumps(found).encode())
+    monkeypatch.setattr(mirror, "ssh", lambda *words: packed)
+    mirror.fetch(here)
+    assert sorted(path.name for path in here.parent.iterdir()) == ["here", "kept", "there"]
+    assert (here / "login.json").read_bytes() == before
 
 
 def test_site_file_is_checked():
