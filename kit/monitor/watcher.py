@@ -89,13 +89,14 @@ def watch_over(run: Run, alarm: str, *, poll_s: float = POLL_S, idle: Callable[[
     note, me = run.directory / "monitor" / "watcher.json", Process.current()
     with contextlib.suppress(OSError):  # another user's run may be watched too
         me.write(note)
-    watcher, goes_on = Watcher(run, alarm), True
+    watcher, goes_on, failed = Watcher(run, alarm), True, ""
     while goes_on and _read(note) in (me, None):
         try:
             goes_on = watcher.look()
-        except Exception:  # of one look: a directory that goes, a disk that does not answer
-            traceback.print_exc()
-            goes_on = run.directory.is_dir()
+        except Exception as error:  # of one look: a directory that goes, a disk that does not answer
+            if repr(error) != failed:  # said once, or the log of a watcher would grow for days
+                traceback.print_exc()
+            failed, goes_on = repr(error), run.directory.is_dir()
         if goes_on:
             idle(poll_s)
 

@@ -469,7 +469,7 @@ function render({ model, el }) {
     const f = state.facts, lines = [];
     for (const [action, text] of ACTIONS) {
       buttons[action].disabled = !(f.allowed || []).includes(action);
-      buttons[action].hidden = ["resume", "alarm"].includes(action) ? !(f.allowed || []).includes("resume") : !!f.final;
+      buttons[action].hidden = ["resume", "alarm"].includes(action) ? !(f.allowed || []).includes(action) : !!f.final;
       const known = (f.actions || {})[action];
       if (known && 1000 * known.asked_at >= (state.asked[action] || 0) - 2000) {
         delete state.asked[action];
