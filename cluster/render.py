@@ -35,6 +35,8 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
     Most sites have one. A site that compiles ahead has `compile.sh` (or `.yaml`) before it. Raises as `render`.
     """
     check(job, site)
+    if site.login:
+        return backend("login.submit").texts(job, site)
     return backend(site.scheduler).texts(job, site)
 
 

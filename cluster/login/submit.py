@@ -30,11 +30,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
     mirror = _mirror(site, known.directory if known else None, run_dir.name)
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
-    words = {sys.executable: mirror.python, job.run_dir: mirror.directory}
-    there = job.replace(
-        run_dir=mirror.directory, working_directory=mirror.source, argv=[words.get(word, word) for word in job.argv]
-    )
-    theirs = site.replace(login=None, there=None)
+    there, theirs = _translated(job, mirror), site.replace(login=None, there=None)
     sent = {name: theirs.to_json() if name == "site.json" else text for name, text in (files or {}).items()}
     kept = {MIRROR: mirror.to_json(), "job.json": there.to_json(), **(files or {}), "site.json": site.to_json()}
     with new_folders(run_dir):
@@ -51,6 +47,13 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     return Job.attach(run_dir)
 
 
+def texts(job: JobSpec, site: Site) -> dict[str, str]:
+    """Returns the scripts of a job as the other side would submit them."""
+    mirror = _mirror(site, None, Path(job.run_dir).name)
+    theirs = site.replace(login=None, there=None)
+    return mirror.ask(do="texts", job=_translated(job, mirror).to_dict(), site=theirs.to_dict())["texts"]
+
+
 def attach(run_dir: Path, site: Site, directory: str) -> Job:
     """Makes a mirror of a run that somebody launched there, from this machine or another, and returns its job.
 
@@ -62,6 +65,8 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
         raise ConfigError(f"site.login: {site.name!r} has none. Give a site file with login and [there].")
     if run_dir.is_dir() and any(run_dir.iterdir()):
         raise ConfigError(f"{run_dir} exists. Give a new directory for the mirror.")
+    if not directory.startswith("/"):
+        raise ConfigError(f"--there {directory!r} is not allowed. Give the absolute path of the run directory there.")
     mirror = _mirror(site, directory)
     asked = mirror.ask(do="asked")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -76,6 +81,13 @@ def refuse_lacking(site: Site, paths: list[str]) -> None:
         raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
     if lacking := _mirror(site, "").ask(do="lacking", paths=paths)["lacking"]:
         raise ConfigError(f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there first.")
+
+
+def _translated(job: JobSpec, mirror: Mirror) -> JobSpec:
+    """Returns a job with the Python and the paths of the other side."""
+    words = {sys.executable: mirror.python, job.run_dir: mirror.directory}
+    argv = tuple(words.get(word, word) for word in job.argv)
+    return job.replace(run_dir=mirror.directory, working_directory=mirror.source, argv=argv)
 
 
 def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:

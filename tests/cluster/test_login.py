@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 import cluster
+import kit
 from cluster.job import Job, JobSpec
 from cluster.login import connection, mirror
 from cluster.login.connection import NoConnectionError
 from cluster.login.submit import attach, refuse_lacking, source_archive
 from cluster.record import ConfigError
+from cluster.render import render
 from cluster.site import Site, There
 from cluster.state import JobError, JobState
-from kit.errors import CheckpointError
-from kit.run.checkpoint import Checkpoints
+from kit.errors import CheckpointError, RunError
+from kit.evaluate.follow import follow_run
 from tests.cluster.waiting import eventually
 
 SSHD, ROOT = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin"), Path(__file__).parents[2]
@@ -138,12 +140,6 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: second.status().attempt == 2 and second.status().state is JobState.RUNNING)
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
-    (there / "checkpoints" / "step_00000005").mkdir(parents=True)
-    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
-    checkpoints = Checkpoints(here / "checkpoints")
-    assert eventually(lambda: job.status() and checkpoints.steps() == [5])
-    with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
-        checkpoints.manifest(5)
     shutil.rmtree(there)
     assert eventually(lambda: "not there any more" in job.status().reason), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
@@ -164,6 +160,31 @@ def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
     job = Job.attach(here)
     assert eventually(lambda: job.status().step), job.status()
     job.cancel()
+
+
+def test_launch_of_a_training_run(behind, tmp_path):
+    """Data and checkpoints are only there; scripts name paths of that side."""
+    here, there, data = tmp_path / "laptop" / "run", tmp_path / "there" / "run", tmp_path / "there" / "data"
+    data.mkdir(parents=True)
+    asked = {"spec": kit.ModelSpec.preset("demo"), "plan": kit.Plan(global_batch_size=2, micro_batch_size=1)}
+    recipe = kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3)
+    with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
+        kit.launch(here, **asked, recipe=recipe.replace(data="data/demo"), site=behind)
+    run = kit.launch(here, **asked, recipe=recipe, site=behind)
+    run.job.cancel()
+    assert eventually(lambda: run.job.status().state.is_final), run.job.status()
+    assert kit.Run.open(there).recipe == kit.Run.open(here).recipe and run.is_mirror
+    told = render(job_spec(here), behind)
+    assert str(there) in told and str(here) not in told
+    (there / "checkpoints" / "step_00000005").mkdir(parents=True)
+    (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
+    with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
+        run.checkpoints.manifest(5)
+    with pytest.raises(RunError, match="finished its 5 steps"):
+        kit.launch(here, **asked, recipe=recipe, site=behind)
+    with pytest.raises(ConfigError, match="behind a login node, and are scored by jobs there"):
+        next(follow_run(run, ("heldout",), submit=True))
 
 
 def test_refusals_leave_nothing(behind, tmp_path):
