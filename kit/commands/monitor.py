@@ -152,6 +152,8 @@ def alarm(
 
     if test:
         print(try_alarm("kit"))
+        if run is None:
+            return
     found = find_alarm()
     if run is None or found is None:
         how = f"No alarm is set. Write to {config_file()}: alarm = 'COMMAND or ADDRESS', or set KIT_ALARM."

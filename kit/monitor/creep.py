@@ -5,7 +5,7 @@ window, the medians of the blocks and their tenths from below both rise along a 
 error above `LEAST_T` and half of it), by 0.5 % at least, in each third of the window (which a new mix of data, whose
 loss jumps once, does not), to above all of the two windows before (which the way back from easier data is not), while
 the learning rate has not risen (after which a loss rises for a while and falls again). The noise is that of the blocks
-about their line, so losses may hang together over less than a block, or be means of several steps. No torch.
+about their line, so losses may hang together over less than a block. No torch.
 
 What it finds, how late, and on which healthy runs it was tried stands in LOG.md.
 """
@@ -37,11 +37,19 @@ class Creep(NamedTuple):
 
 
 def creeps(losses: np.ndarray, rates: np.ndarray, start: int = 0) -> list[Creep]:
-    """Returns where a loss creeps in windows that end at row `start` or later, by row; losses that are not finite are
-    left out, learning rates that are not are unknown."""
+    """Returns where a loss creeps in windows that end at row `start` or later, by row.
+
+    Losses that are not finite are left out, and those that repeat the one before: a log's line for many steps says one
+    thing. Learning rates that are not finite are unknown.
+    """
     rows = np.flatnonzero(np.isfinite(losses))
+    rows = rows[np.diff(losses[rows], prepend=np.nan) != 0]
     found = [_of_scale(losses[rows], rates[rows], int(np.searchsorted(rows, start)), steps) for steps in SCALES]
-    return sorted(creep._replace(row=int(rows[creep.row])) for each in found for creep in each)
+    return sorted(
+        creep._replace(row=int(rows[creep.row]), steps=int(rows[creep.row] - rows[creep.row - creep.steps + 1]) + 1)
+        for each in found
+        for creep in each
+    )
 
 
 def _of_scale(losses: np.ndarray, rates: np.ndarray, start: int, steps: int) -> list[Creep]:

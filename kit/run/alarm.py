@@ -147,4 +147,4 @@ def _run(command: str, body: bytes, text: str) -> str | None:
             return f"the command had not ended after {DEADLINE_S:g} s"
         said.seek(0)
         words = " ".join(said.read(1000).decode(errors="replace").split())
-        return f"the command ended with {code}: {cut(words, 120)}" if code else None
+        return f"the command ended with {code}" + (f": {cut(words, 120)}" if words else "") if code else None

@@ -59,7 +59,12 @@ def test_noise_alone_is_no_rise() -> None:
     random = np.random.default_rng(0)
     for noise in (random.normal(size=300_000), random.standard_t(3, size=300_000)):
         assert not creeps(3 + 0.03 * noise, np.full(300_000, np.nan))
-    assert not creeps(np.repeat(3 + 0.03 * random.normal(size=30_000), 10), np.full(300_000, np.nan)), "a line for ten"
+    for steps in (10, 100, 400):
+        of_lines = np.repeat(3 + 0.03 * random.normal(size=400_000 // steps), steps)
+        assert not creeps(of_lines, np.full(len(of_lines), np.nan)), "a line for many steps says one thing"
+    lines = np.repeat(2 + np.arange(400) / 4000 + 0.01 * random.normal(size=400), 10)
+    (first, *_) = creeps(lines, np.full(4000, np.nan))
+    assert 2900 < first.steps <= 3000, "counted as steps"
 
 
 def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same() -> None:
