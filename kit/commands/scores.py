@@ -1,4 +1,4 @@
-"""Commands on scores: eval."""
+"""Commands on what a model can do: eval, generate."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from cluster.login.mirror import mirror_of
 from kit.commands.options import JsonOption, console, run_there, tell
 from kit.errors import ConfigError, RunError
 from kit.run import Run
-from kit.show.terminal import PlainConsole, Table
+from kit.show.terminal import PlainConsole, Table, plain
 
 if TYPE_CHECKING:
     from kit.evaluate import EvalReport
@@ -102,6 +102,29 @@ def _behind_a_login_node(run: str, submit: bool) -> None:
     if mirror_of(Path(run).expanduser()) and not submit:
         raise ConfigError(f"{run}: its checkpoints are behind a login node. Add --follow --submit: jobs score them.")
     run_there(run)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="run directory or Hugging Face folder", metavar="RUN|FOLDER")],
+    prompt: Annotated[str, typer.Argument(help="text to go on from")] = "",
+    step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
+    tokens: Annotated[int, typer.Option(help="to write at most")] = 100,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="draw from the fewest tokens that have this probability")] = 0.95,
+    seed: Annotated[int, typer.Option(help="the same text for the same seed")] = 0,
+) -> None:
+    """Have a checkpoint go on from a prompt, and show the text as it is written."""
+    from kit.evaluate.continuation import continue_text
+
+    if mirror_of(Path(model).expanduser()):
+        raise ConfigError(f"{model}: its checkpoints are behind a login node. Run this command there.")
+    print(plain(prompt), end="", flush=True)
+    continue_text(
+        model, prompt, step=step, num_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed,
+        tell=lambda text: print(plain(text), end="", flush=True),
+    )  # fmt: skip
+    print()
 
 
 def _refuse(flags: list[str], why: str) -> None:
