@@ -33,10 +33,11 @@ SUSPECTS: dict[str, tuple[tuple[str, ...], float]] = {
 spread is our judgement, not a fit: it only orders the explanations."""
 
 
+OPTIMIZER = "the optimizer"
 WAITS, PASSES = "waiting for other ranks or the network", "forward and backward pass"
 MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
     "waiting for data": ("data_s", ()),
-    "the optimizer": ("optimizer_s", ("optimizer",)),
+    OPTIMIZER: ("optimizer_s", ("optimizer",)),
     WAITS: ("waiting_s", ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")),
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
     PASSES: ("forward_backward_s", ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")),
@@ -81,11 +82,6 @@ class Expectation:
     """Of the estimate, the largest first."""
     warnings: tuple[str, ...]
 
-    @property
-    def band(self) -> str:
-        """The interval in words."""
-        return f"{self.low_s:.3g} to {self.high_s:.3g} s a step"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace(Expectation):
@@ -101,15 +97,9 @@ class Pace(Expectation):
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        if self.low_s <= self.took_s <= self.high_s:
-            return f"as expected: {self.took_s:.3g} s, 90 % interval {self.band} ({self.calibration.label})"
-        ratio = self.took_s / self.expected_s - 1
-        how = "slower" if ratio > 0 else "faster"
-        text = (
-            f"{how} than expected by {abs(ratio):.0%}: {self.took_s:.3g} s, not {self.band} ({self.calibration.label})"
-        )
-        if ratio < 0:
+        """One sentence, and for a slow run what would explain it."""
+        text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.calibration.label)
+        if self.took_s <= self.high_s:
             return text
         cause = str(self.suspects[0]) if self.suspects else "no single part of the machine; look at data and host"
         return f"{text}. What would explain it: {cause}"
@@ -123,6 +113,17 @@ class Pace(Expectation):
             "suspects": [suspect.to_dict() for suspect in self.suspects], "warnings": list(self.warnings),
             "nearest": str(self.nearest) if self.nearest else None,
         }  # fmt: skip
+
+
+def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, label: str) -> str:
+    """Returns how a step compares with its 90 % interval; `label` says what the estimate rests on."""
+    band = f"{low_s:.3g} to {high_s:.3g} s a step"
+    if low_s <= took_s <= high_s:
+        return f"as expected: {took_s:.3g} s, 90 % interval {band} ({label})"
+    ratio = took_s / expected_s - 1
+    return (
+        f"{'slower' if ratio > 0 else 'faster'} than expected by {abs(ratio):.0%}: {took_s:.3g} s, not {band} ({label})"
+    )
 
 
 def expectation(run: Run, attempt: int) -> Expectation:
@@ -219,7 +220,7 @@ def _suspects(run: Run, expected: Expectation, took_s: float, parts_s: dict[str,
     own_s = parts_s | {PASSES: parts_s[PASSES] - parts_s.get(WAITS, 0.0)} if PASSES in parts_s else parts_s
     surplus = {name: own_s[name] - sum(expected.terms_s[term] for term in MEASURED[name][1]) for name in own_s}
     told = [name for name in MEASURED if surplus.get(name, 0.0) > half_s]
-    machine = _machine_suspects(run, expected, took_s)
+    machine = _machine_suspects(run, expected, took_s, parts_s.get(OPTIMIZER))
     if (waits_s := surplus.get(WAITS)) is not None:  # a rank computes or waits
         machine.sort(key=lambda suspect: (suspect.part in LINKS) != (waits_s > half_s))
     if machine:  # which say more
@@ -229,7 +230,7 @@ def _suspects(run: Run, expected: Expectation, took_s: float, parts_s: dict[str,
     return [*(Suspect(part=name, seconds=parts_s[name]) for name in told), *machine]
 
 
-def _machine_suspects(run: Run, expected: Expectation, took_s: float) -> list[Suspect]:
+def _machine_suspects(run: Run, expected: Expectation, took_s: float, optimizer_s: float | None) -> list[Suspect]:
     """Returns the parts of the machine that would alone explain it."""
     measured = _measured(run.directory, run.site)
     found: list[tuple[float, Suspect]] = []
@@ -249,6 +250,8 @@ def _machine_suspects(run: Run, expected: Expectation, took_s: float) -> list[Su
         seen = measured.get(part)
         # A part that was measured is as slow as it was measured to be, give or take a tenth.
         surprise = abs(np.log(high)) / usual if seen is None else abs(np.log(high / min(seen, 1.0))) / 0.1
+        if part == "memory bandwidth" and optimizer_s:  # which does nothing but read and write memory
+            surprise = abs(np.log(high / min(expected.terms_s["optimizer"] / optimizer_s, 1.0))) / usual
         found.append((float(surprise), Suspect(part=part, speed=high, measured=seen)))
     return [suspect for _, suspect in sorted(found, key=lambda pair: pair[0])]
 

@@ -91,7 +91,8 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
             found = pace(run)
             return band, found.verdict, found.parts_s
         except RunError:
-            return band, f"expected: {expected.band} ({expected.calibration.label}); too few steps to compare", {}
+            words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.calibration.label})"
+            return band, f"expected: {words}; too few steps to compare", {}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         return band, f"no estimate: {str(error).splitlines()[0] if str(error) else type(error).__name__}", {}
 

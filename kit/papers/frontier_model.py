@@ -13,16 +13,19 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.fit import published
-from kit.estimate.fit.calibrate import Calibration, left_out_ratios, published_calibration
+from kit.estimate.fit.calibrate import Calibration, calibrate, left_out_ratios, published_calibration
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
+from kit.monitor.expected import sentence
 from kit.papers.layers import Facts, Layer
 from kit.plan import Plan
 from kit.spec import FlopBasis, ModelSpec
 
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
 """Names of the paper, and the presets of the same shapes."""
+AUTHORS_LOG = "log 405287"
+"""Of 175B on 128 GCDs, in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
 DRAWS = 300
 """Of the coefficients' posterior, for intervals of ratios."""
 GRADIENT_BYTES = 2
@@ -57,6 +60,24 @@ def left_out_errors() -> dict[str, float]:
     runs = lumi_runs()
     names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
     return dict(zip(names, (left_out_ratios(runs, Site.load("lumi")) - 1).tolist(), strict=True))
+
+
+def verdicts() -> list[dict[str, str]]:
+    """Returns for each log of 175B whether its steps were as fast as they should have been, as `kit explain` says it.
+
+    Each run of LUMI is judged by the others; the authors' own log of Frontier by all of LUMI's.
+    """
+    runs, rows = lumi_runs(), []
+    logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]
+    for run in [*(run for run in runs if run.spec.name.startswith("GPT-175B")), *logs]:
+        site = Site.load("lumi")
+        own = calibration() if run in logs else calibrate([other for other in runs if other is not run], site)
+        found = own.predict(run.layouts())
+        centre, low, high = (float(np.ravel(value)[0]) for value in (found.total_s, found.low_s, found.high_s))
+        assert run.step_time_s is not None, "only measured runs are here"
+        words = sentence(run.step_time_s, centre, low, high, own.label)
+        rows.append({"log": f"{run.system}, {run.num_devices:,} GCDs", "is it as fast as it should be?": words})
+    return rows
 
 
 def lumi_runs() -> list[PublishedRun]:

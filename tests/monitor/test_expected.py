@@ -15,6 +15,7 @@ from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
+from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
 from kit.monitor.expected import SUSPECTS, gains, pace
 from kit.monitor.outlook import Outlook
@@ -34,22 +35,41 @@ LAYOUTS = {
 }
 
 
-def recorded(folder: Path, plan: Plan, seconds: float, site: str = SITE, steps: int = 30) -> Run:
+THROTTLED = [
+    ("one node", "matrix products", 0.5), ("one node", "matrix products", 0.3), ("one node", "memory bandwidth", 0.3),
+    ("one node", "links inside a node", 0.3), ("pipeline", "matrix products", 0.3),
+    ("pipeline", "memory bandwidth", 0.15), ("pipeline", "links inside a node", 0.15),
+    ("wide", "matrix products", 0.5), ("wide", "memory bandwidth", 0.15),
+    ("wide", "links inside a node", 0.15), ("wide", "the network between nodes", 0.3),
+]  # fmt: skip
+
+
+def recorded(
+    folder: Path, plan: Plan, seconds: float, site: str = SITE, steps: int = 30, optimizer_s: float | None = None
+) -> Run:
     """Returns a run whose steps took so long, the first twice."""
     spec = ModelSpec.preset("gpt-1.4b")
     run = Run.create(folder, spec=spec, plan=plan, recipe=Recipe(data="data", num_steps=100), site=Site.load(site))
     run.plan.write(run.directory / "plan.attempt_01.json")
-    rows = [row(step, step_time_s=seconds * (2 if step == 1 else 1)) for step in range(1, steps + 1)]
+    rows = [
+        row(step, step_time_s=seconds * (2 if step == 1 else 1), optimizer_s=optimizer_s)
+        for step in range(1, steps + 1)
+    ]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
     return run
 
 
-def estimated(plan: Plan, **speeds: Any) -> float:
-    """Returns the estimate's seconds on the site with some of its numbers multiplied."""
+def estimate(plan: Plan, **speeds: Any) -> Prediction:
+    """Returns the estimate on the site with some of its numbers multiplied."""
     hardware = Hardware.of(Site.load(SITE), "bf16")
     hardware = dataclasses.replace(hardware, **{name: getattr(hardware, name) * by for name, by in speeds.items()})
     layouts = Layouts.of(ModelSpec.preset("gpt-1.4b"), [plan])
-    return float(np.ravel(published_calibration(Site.load(SITE)).predict(layouts, hardware).total_s)[0])
+    return published_calibration(Site.load(SITE)).predict(layouts, hardware)
+
+
+def estimated(plan: Plan, **speeds: Any) -> float:
+    """Returns its seconds."""
+    return float(np.ravel(estimate(plan, **speeds).total_s)[0])
 
 
 @pytest.mark.parametrize("plan", LAYOUTS.values(), ids=list(LAYOUTS))
@@ -99,6 +119,30 @@ def test_what_was_measured_at_the_start_is_named_first_and_what_was_found_well_l
     )
     healthy.write(run.directory / "measured_site.json")
     assert pace(run).suspects[-1].part == "the network between nodes"
+
+
+def test_nine_in_ten_are_named_first_where_the_job_has_measured(tmp_path):
+    """Synthetic: steps as the estimate has them with one part slow, as node check and optimizer would have seen it."""
+    named = []
+    for layout, part, speed in THROTTLED:
+        plan = LAYOUTS[layout]
+        slow = estimate(plan, **dict.fromkeys(SUSPECTS[part][0], speed))
+        optimizer_s, total_s = (float(np.ravel(s)[0]) for s in (slow.step_time.terms_s["optimizer"], slow.total_s))
+        run = recorded(tmp_path / f"{layout} {part} {speed}", plan, total_s, optimizer_s=optimizer_s)
+        site, share = run.site, lambda name, part=part, speed=speed: speed if name == part else 0.99
+        peaks = site.device.matmul_flops_per_s
+        peaks = {name: fact.replace(value=fact.value * share("matrix products")) for name, fact in peaks.items()}
+        network = site.links.inter_node_bytes_per_s
+        assert network is not None
+        network = network.replace(value=network.value * share("the network between nodes"))
+        device, links = (
+            site.device.replace(matmul_flops_per_s=peaks),
+            site.links.replace(inter_node_bytes_per_s=network),
+        )
+        site.replace(device=device, links=links).write(run.directory / "measured_site.json")
+        found = pace(run)
+        named.append(found.suspects[0].part == part if found.suspects else False)
+    assert sum(named) >= 0.9 * len(named), [case for case, right in zip(THROTTLED, named, strict=True) if not right]
 
 
 def test_changes_that_gain(tmp_path):

@@ -15,7 +15,7 @@ from kit.papers import FRONTIER, frontier_demo, paper_figure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
-from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs
+from kit.papers.frontier_model import MODELS, facts, left_out_errors, lumi_runs, verdicts
 from kit.papers.frontier_observations import measured_relations, modelled_relations
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers, recipe_plan
 from kit.show.themed_figure import ThemedFigure
@@ -114,6 +114,12 @@ def test_model_is_fitted_to_nothing_of_the_paper() -> None:
     assert {run.system for run in lumi_runs()} == {"LUMI"}
     errors = np.abs(list(left_out_errors().values()))
     assert len(errors) == 12 and 0.03 < errors.mean() < 0.15
+
+
+def test_the_sentence_on_logs() -> None:
+    *lumi, authors = [row["is it as fast as it should be?"] for row in verdicts()]
+    assert len(lumi) == 5 and all(words.startswith("as expected: ") for words in lumi)
+    assert authors.startswith("slower than expected by 6")
 
 
 def test_headline_lies_inside_the_interval() -> None:
