@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import hmac
 import json
+import math
 import os
 import shlex
 import threading
@@ -162,15 +163,25 @@ class _Asking(threading.Thread):
         self.run_dir, self.first, self.trouble, self.begun = run_dir, first, trouble, time.monotonic()
 
     def run(self) -> None:
+        login = mirror.login if (mirror := mirror_of(self.run_dir)) else ""
+        failed, told = _UNREACHABLE.get(login, (-math.inf, ""))
+        if time.monotonic() - failed < INTERVAL_S:  # so that a list of many runs waits for one of them
+            self.trouble = told
+            return
         try:
             while fetch(self.run_dir, patient=self.first):
                 pass
             self.trouble = ""
+        except NoConnectionError as error:
+            self.trouble = str(error)
+            _UNREACHABLE[login] = time.monotonic(), self.trouble
         except Exception as error:  # whatever went wrong, what is here already tells the rest
             self.trouble = str(error)
 
 
 _ASKING: dict[Path, _Asking] = {}
+_UNREACHABLE: dict[str, tuple[float, str]] = {}
+"""When a login node could last not be reached, and why."""
 _LOCK = threading.Lock()
 
 

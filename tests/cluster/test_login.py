@@ -279,6 +279,21 @@ def test_much_comes_in_parts_and_logs_when_asked(pair, monkeypatch):
     assert not list(here.glob("logs/*/*")) and Job.attach(here).logs() == job.logs() == "café �\n"
 
 
+def test_a_list_of_runs_waits_for_one_of_them(pair, monkeypatch):
+    _, here, _ = pair
+    other, calls = here.with_name("other"), []
+    shutil.copytree(here, other)
+
+    def ssh(*words):
+        calls.append(words)
+        raise NoConnectionError("no route to frontier")
+
+    monkeypatch.setattr(mirror, "ssh", ssh)
+    monkeypatch.setattr(mirror, "_UNREACHABLE", {})
+    told = [Job(folder, job_spec(folder)).status().reason for folder in (here, other)]
+    assert told == ["no route to frontier"] * 2 and len(calls) == 1
+
+
 def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
     _, here, sizes = pair
     strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
