@@ -35,9 +35,15 @@ class Recipe(Record):
     )
     num_steps: int = field_doc("optimizer steps of the whole run")
     learning_rate: float = field_doc("peak learning rate", default=3e-4)
-    min_learning_rate: float = field_doc("floor of the cosine", default=3e-5)
+    min_learning_rate: float = field_doc("at the end of the schedule", default=3e-5)
+    schedule: Literal["cosine", "wsd", "constant"] = field_doc(
+        "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak, then straight down "
+        "(arXiv 2404.06395, 2405.18392); or at the peak for ever",
+        default="cosine",
+    )
     warmup_steps: int = field_doc("steps of linear warm-up", default=0)
-    decay_steps: int | None = field_doc("step at which the cosine ends (default: num_steps)", default=None)
+    decay_steps: int | None = field_doc("step at which the schedule ends (default: num_steps)", default=None)
+    decay_share: float = field_doc("share of the steps up to decay_steps in which wsd goes down, the last", default=0.1)
     cosine_floor: Literal["rescaled", "clamped"] = field_doc("how the cosine meets its floor", default="rescaled")
     beta1: float = field_doc("AdamW", default=0.9)
     beta2: float = field_doc("AdamW", default=0.95)
@@ -89,6 +95,7 @@ class Recipe(Record):
             _require(name, getattr(self, name), 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         for name in ("warmup_steps", "weight_decay", "min_learning_rate"):
             _require(name, getattr(self, name), getattr(self, name) >= 0, "0 or more")
+        _require("decay_share", self.decay_share, 0 < self.decay_share <= 1, "a number above 0 up to 1")
         below = f"at most learning_rate {self.learning_rate}"
         _require("min_learning_rate", self.min_learning_rate, self.min_learning_rate <= self.learning_rate, below)
         end = self.decay_steps or self.num_steps
@@ -113,13 +120,21 @@ class Recipe(Record):
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step` (the first is 1).
 
-        Linear warm-up to the peak, then a cosine of height c in 0..1 until `decay_steps`, then the floor.
-        `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo, Megatron). `clamped` runs towards zero
-        and is cut off: max(floor, peak c), as in HLAT's released scheduler, so the floor is met earlier.
+        Linear warm-up to the peak. There it stays (`constant`), or stays until the last `decay_share` of the steps and
+        falls in a straight line to the floor (`wsd`, as torchtitan's), or follows a cosine of height c in 0..1 until
+        `decay_steps` (`cosine`); then the floor. `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo,
+        Megatron). `clamped` runs towards zero and is cut off: max(floor, peak c), as in HLAT's released scheduler, so
+        the floor is met earlier.
         """
         if step <= self.warmup_steps:
             return self.learning_rate * step / self.warmup_steps
         end = self.decay_steps or self.num_steps
+        if self.schedule == "constant":
+            return self.learning_rate
+        if self.schedule == "wsd":
+            begin = max(self.warmup_steps, end - round(self.decay_share * end))
+            height = min(1.0, max(0.0, (end - step) / max(1, end - begin)))
+            return self.min_learning_rate + (self.learning_rate - self.min_learning_rate) * height
         progress = min(1.0, (step - self.warmup_steps) / max(1, end - self.warmup_steps))
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         if self.cosine_floor == "clamped":

@@ -52,3 +52,28 @@ def test_bad_values_are_refused(change, message):
     with pytest.raises(ConfigError) as error:
         HLAT_7B.replace(**change)
     assert message in str(error.value)
+
+
+def test_stable_then_straight_down():
+    """As torchtitan 0.3's `linear_warmup_stable_decay` with linear decay, but for where step 1 lies in the warm-up."""
+    recipe = Recipe(
+        data="x", num_steps=1000, learning_rate=1e-3, min_learning_rate=1e-4, warmup_steps=100, schedule="wsd",
+        decay_share=0.2,
+    )  # fmt: skip
+    at = recipe.learning_rate_at
+    assert at(50) == pytest.approx(5e-4) and {at(step) for step in range(100, 801)} == {1e-3}
+    assert at(900) == pytest.approx(5.5e-4) and at(1000) == at(2000) == 1e-4
+    longer = recipe.replace(num_steps=2000)
+    assert [longer.learning_rate_at(step) for step in range(1, 801)] == [at(step) for step in range(1, 801)], (
+        "a run that goes on further needs no other beginning"
+    )
+    constant = recipe.replace(schedule="constant")
+    assert constant.learning_rate_at(50) == pytest.approx(5e-4) and constant.learning_rate_at(5000) == 1e-3
+    late = recipe.replace(warmup_steps=990).learning_rate_at
+    assert late(990) == 1e-3 and late(995) == pytest.approx(5.5e-4), "never down before it is up"
+
+
+@pytest.mark.parametrize("share", [0, 1.5, float("nan")])
+def test_a_decay_of_no_length_is_refused(share):
+    with pytest.raises(ConfigError, match="recipe.decay_share"):
+        Recipe(data="x", num_steps=10, decay_share=share)

@@ -65,6 +65,10 @@ def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]
                           f"trains by these flags. Use one of the GPT presets.")  # fmt: skip
     if plan.engine != "deepspeed":
         raise ConfigError(f"plan.engine: {plan.engine!r} is not Megatron-DeepSpeed's. Use engine 'deepspeed'.")
+    if recipe.schedule == "wsd":
+        raise ConfigError(
+            "recipe.schedule: 'wsd' is no --lr-decay-style of Megatron-DeepSpeed. Use 'cosine' or 'constant'."
+        )
     flags: dict[str, Any] = {
         "--tensor-model-parallel-size": plan.tensor_parallel,
         "--pipeline-model-parallel-size": plan.pipeline_parallel,
@@ -80,7 +84,7 @@ def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]
         "--optimizer": "adam",
         "--lr": recipe.learning_rate,
         "--min-lr": recipe.min_learning_rate,
-        "--lr-decay-style": "cosine",
+        "--lr-decay-style": recipe.schedule,
         "--lr-decay-iters": recipe.decay_steps or recipe.num_steps,
         "--lr-warmup-iters": recipe.warmup_steps,
         "--adam-beta1": recipe.beta1,
