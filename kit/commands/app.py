@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from cluster.state import JobError
-from kit.commands import convert, data, estimates, launching, monitor, papers, rehearsal, runs, scores
+from kit.commands import convert, data, estimates, launching, monitor, papers, rehearsal, runs, scores, sites
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
 from kit.show.terminal import PlainConsole
 
@@ -16,7 +16,7 @@ PATHLIB = ("Symlink loop from", "Could not determine home directory")
 """How the standard library tells of two kinds of wrong paths, as errors without a type of their own."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-for part in (launching, rehearsal, runs, monitor, estimates, data, scores, convert, papers):
+for part in (launching, rehearsal, runs, monitor, estimates, data, scores, convert, papers, sites):
     app.add_typer(part.app)
 
 

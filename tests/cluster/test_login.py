@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import cluster
 import kit
@@ -22,6 +23,7 @@ from cluster.record import ConfigError
 from cluster.render import render
 from cluster.site import Site, There
 from cluster.state import JobError, JobState
+from kit.commands.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
 from tests.cluster.waiting import eventually
@@ -185,6 +187,14 @@ def test_launch_of_a_training_run(behind, tmp_path):
         kit.launch(here, **asked, recipe=recipe, site=behind)
     with pytest.raises(ConfigError, match="behind a login node, and are scored by jobs there"):
         next(follow_run(run, ("heldout",), submit=True))
+
+
+def test_a_first_site_file_from_the_other_side(behind, tmp_path):
+    file = tmp_path / "mine.toml"
+    done = CliRunner().invoke(app, ["site", "init", str(file), "--login", "frontier"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    site = Site.load(str(file))
+    assert (site.name, site.login) == ("sandbox", "frontier") and "/EDIT/runs" in done.output
 
 
 def test_refusals_leave_nothing(behind, tmp_path):

@@ -1,0 +1,79 @@
+"""Commands on site files: site init."""
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.login.connection import ssh
+from cluster.record import ConfigError, write_atomic
+from cluster.scheduler import EDIT
+from cluster.site import Site
+from cluster.slurm import inventory
+from cluster.state import JobError
+from kit.commands.options import hint
+from kit.show.terminal import PlainConsole
+
+app = typer.Typer()
+site_app = typer.Typer(no_args_is_help=True)
+app.add_typer(site_app, name="site", help="Files that say what a machine is.")
+TIMEOUT_S = 600.0
+"""Of one question; a probe waits in the queue."""
+
+
+@site_app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="the file to write, NAME.toml", metavar="FILE")],
+    partition: Annotated[
+        str | None, typer.Option(help="of Slurm; default: one with GPUs, the default one first")
+    ] = None,
+    login: Annotated[str | None, typer.Option(help="ask there: a name of ~/.ssh/config")] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="ask a compute node too, by a job of one minute")] = False,
+) -> None:
+    """Write a first site file from what a cluster says of itself, with EDIT where nobody there can know."""
+    if out.suffix != ".toml" or out.exists():
+        raise ConfigError(
+            f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file, NAME.toml."
+        )
+
+    def ask(words: Sequence[str]) -> str:
+        return _run(words) if login is None else ssh(login, _in_a_login_shell(words), timeout_s=TIMEOUT_S).decode()
+
+    found = inventory.nodes_of(ask(inventory.SINFO))
+    if not found:
+        raise JobError("sinfo names no nodes here. Are you on a login node of the cluster? Or give --login NAME.")
+    nodes = inventory.choose(found, partition)
+    seen = inventory.probe(ask, nodes) if probe and nodes.gpus else None
+    text = inventory.site_text(nodes, inventory.settings_of(ask(inventory.CONFIG)), seen=seen, login=login)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, text)
+    site, others = Site.load(str(out)), sorted({each.partition for each in found} - {nodes.partition})
+    console = PlainConsole(soft_wrap=True)
+    console.print(f"{out}: {site.description}" + (f". Other partitions: {', '.join(others)}" if others else ""))
+    for number, line in enumerate(text.splitlines(), start=1):
+        if EDIT in line:
+            console.print(f"  line {number}: {line}", highlight=False)
+    hint("Then look at a job of it:", "launch", "runs/first", "--site", out, "--show")
+
+
+def _in_a_login_shell(words: Sequence[str]) -> str:
+    return f"bash -lc {shlex.quote(shlex.join(words))}"
+
+
+def _run(words: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
+    except FileNotFoundError as error:
+        raise JobError(
+            f"{words[0]} is not here, so this is no machine with Slurm. Run this on a login node, or give --login "
+            f"NAME; this machine alone is site laptop, which needs no file."
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"`{shlex.join(words)}` did not answer within {TIMEOUT_S:g} s.") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise JobError(f"`{shlex.join(words)}`: exit code {done.returncode}: {last}")
+    return done.stdout

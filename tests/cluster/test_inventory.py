@@ -1,0 +1,116 @@
+"""A first site file from what a cluster says: recorded resources of other clusters, and the real Slurm here."""
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.record import ConfigError
+from cluster.render import check_submittable
+from cluster.site import Site
+from cluster.slurm import inventory
+from cluster.state import JobError
+from kit.commands.app import app
+
+CONFIG = """\
+Configuration data as of 2026-11-23T10:00:00
+AccountingStorageEnforce = associations,limits,qos
+ClusterName             = big gpu
+SelectTypeParameters    = CR_CORE_MEMORY
+SlurmctldParameters     = enable_configless
+"""
+
+
+# Written as in: molbuilder's and nodetop's tests of scontrol (A100), JHU's DSAI pages (H100), LUMI's documentation
+# (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`, slurm_usage_history's tests (two kinds on a node).
+@pytest.mark.parametrize(("gres", "expected"), [
+    ("gpu:a100:4(S:0-1)", (4, "a100")),
+    ("gpu:A100:4(S:0-1),lscratch:3570", (4, "a100")),
+    ("gpu:a100:2,gpu:v100:2", (4, "a100")),
+    ("gpu:mi250:8(S:0-3,5)", (8, "mi250")),
+    ("gpu:h200:8(S:0-1)", (8, "h200")),
+    ("gres/gpu:4", (4, "")),
+    ("gpu:a100_3g.20gb:2(S:0)", (2, "a100_3g.20gb")),
+    ("gpu:tesla", (1, "tesla")),
+    ("shard:16,nvme:1", (0, "")),
+    ("(null)", (0, "")),
+])  # fmt: skip
+def test_generic_resources(gres, expected):
+    assert inventory.gpus_of(gres) == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [
+    ("2-00:00:00", 48), ("1-12", 36), ("12:00:00", 12), ("30:00", 0.5), ("90", 0.025), ("infinite", None),
+    ("UNLIMITED", None), ("n/a", None), ("3-01:30", 73.5),
+])  # fmt: skip
+def test_time_limits(limit, expected):
+    assert inventory.hours(limit) == expected
+
+
+LINES = """\
+cpu*|1024|128|257000|infinite|1-infinite|(null)
+gpu|80|128|515000|2-00:00:00|1-64|gpu:a100:4(S:0-1)
+gpu|11|112+|2063K|2-00:00:00|1-64|gpu:h100:8(S:0-1)
+debug|2|64|257000|30:00|1|gpu:4
+"""
+
+
+def write(tmp_path, partition=None, lines=LINES, **more):
+    nodes = inventory.choose(inventory.nodes_of(lines), partition)
+    file = tmp_path / "site.toml"
+    file.write_text(inventory.site_text(nodes, inventory.settings_of(CONFIG), **more))
+    return Site.load(str(file)), file.read_text()
+
+
+def test_nodes_with_gpus_come_first_and_what_differs_is_left_open(tmp_path):
+    site, text = write(tmp_path)
+    assert (site.name, site.devices_per_node, site.slurm.partition) == ("big-gpu", 4, "gpu")
+    assert site.device.name.startswith("NVIDIA A100") and site.peak_flops_per_s("bf16") == 312e12
+    assert site.device.memory_bytes is None and "EDIT: memory_bytes" in text, "40 or 80 GB: GRES does not say"
+    assert (site.slurm.gpus_per_node, site.slurm.cpus_per_task) == ("a100:4", 32)
+    assert site.slurm.account == "EDIT" and site.slurm.sbatch_options == ("--mem=0",)
+    assert site.slurm.max_nodes == 64 and site.slurm.max_seconds(64) == 48 * 3600
+    with pytest.raises(ConfigError, match="slurm.account"):
+        check_submittable(site)
+
+
+def test_what_a_node_was_asked_decides(tmp_path):
+    forty, _ = write(tmp_path, seen=("NVIDIA A100-SXM4-40GB", 40960 * 2**20))
+    eighty, _ = write(tmp_path, seen=("NVIDIA A100-SXM4-80GB", 81920 * 2**20))
+    assert forty.device.memory_bytes.value == 40 * 2**30 and eighty.device.memory_bytes.value == 80 * 2**30
+    other, text = write(tmp_path, seen=("NVIDIA L40S", 46068 * 2**20))
+    assert other.device.is_gpu and not other.device.peak_flops_per_s and "EDIT: [device.peak_flops_per_s]" in text
+    odd, text = write(tmp_path, seen=("NVIDIA H100 NVL", 95830 * 2**20))
+    assert odd.device.memory_bytes is None, "an H100 of another memory than the site's"
+    assert inventory.gpu_of("NVIDIA A100-SXM4-80GB, 81920\nNVIDIA A100-SXM4-80GB, 81920\n")[1] == 80 * 2**30
+    assert inventory.gpu_of("srun: error: nothing") is None and inventory.gpu_of("") is None
+
+
+def test_other_partitions(tmp_path):
+    site, _ = write(tmp_path, "debug")
+    assert site.devices_per_node == 4 and site.device.is_gpu and site.slurm.gpus_per_node == "4"
+    assert site.slurm.max_seconds(1) == 1800 and site.slurm.max_nodes == 1
+    site, _ = write(tmp_path, "cpu")
+    assert site.devices_per_node == 128 and not site.device.is_gpu and site.slurm.max_seconds(9) is None
+    site, text = write(tmp_path, login="frontier")
+    assert site.login == "frontier" and site.there is not None and site.there.sync and "/EDIT/bin/python" in text
+    with pytest.raises(ConfigError, match="--partition: 'gpuu' is unknown. Did you mean 'gpu'"):
+        write(tmp_path, "gpuu")
+    with pytest.raises(JobError, match="is not of the form"):
+        inventory.nodes_of("PARTITION AVAIL TIMELIMIT")
+
+
+def test_the_command_on_a_real_slurm(sandbox, tmp_path):
+    file = tmp_path / "mine.toml"
+    done = CliRunner().invoke(app, ["site", "init", str(file)])
+    assert done.exit_code == 0, done.output
+    site = Site.load(str(file))
+    check_submittable(site)
+    assert site.name == "sandbox" and site.slurm.partition in done.output
+    assert "Other partitions: " in done.output
+    again = CliRunner().invoke(app, ["site", "init", str(file)])
+    assert again.exit_code and "is there already" in str(again.exception)
+
+
+def test_where_there_is_no_slurm(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(app, ["site", "init", str(tmp_path / "mine.toml")])
+    assert done.exit_code and "give --login NAME" in str(done.exception) and not list(tmp_path.iterdir())
