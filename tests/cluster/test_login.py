@@ -84,7 +84,14 @@ def login_node(sandbox, tmp_path, monkeypatch):
     """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
     if SSHD is None:
         pytest.skip("no sshd here: apt-get install openssh-server")
-    variables = {"SLURM_CONF": sandbox.environment["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
+    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a minute for a lock that a
+    # killed command has left.
+    variables = {
+        "SLURM_CONF": sandbox.environment["SLURM_CONF"],
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path / "home"),
+    }
+    (tmp_path / "home").mkdir()
     node = LoginNode(tmp_path, variables)
     node.on()
     (tmp_path / "bin").mkdir()
