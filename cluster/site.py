@@ -60,6 +60,7 @@ class Device(Record):
     name: str = field_doc("vendor's name, and which part of it counts as one device")
     memory_bytes: Fact | None = field_doc("memory of one device", default=None)
     memory_bytes_per_s: Fact | None = field_doc("memory bandwidth of one device", default=None)
+    watts: Fact | None = field_doc("that one device draws: measured, or at most, by its thermal design", default=None)
     peak_flops_per_s: dict[str, Fact] = field_doc("dense peak by dtype", default_factory=dict)
     matmul_flops_per_s: dict[str, Fact] = field_doc("highest rate a matrix product was seen to reach, by dtype",
                                                     default_factory=dict)  # fmt: skip

@@ -201,6 +201,8 @@ def _device(nodes: Nodes, gpu: str, device: Device | None, packaged: str, seen: 
     for field in ("memory_bytes", "memory_bytes_per_s"):
         fact = getattr(device, field)
         lines.append(f"{field} = {_fact(fact)}" if fact else f"# EDIT: {field}, which models of this name differ in")
+    if device.watts:
+        lines.append(f"watts = {_fact(device.watts)}")
     lines += ["", "[device.peak_flops_per_s]"]
     peaks = device.peak_flops_per_s
     return lines + [f"{dtype} = {_fact(peaks[dtype])}" for dtype in DTYPES if dtype in peaks]

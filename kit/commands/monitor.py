@@ -86,11 +86,12 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
 
     found = ledger(Run.open(run))
     rows = [row for row in found.rows() if row["seconds"]]
-    priced = found.price_per_node_hour is not None
-    names = ["part", "time", "share", "device-hours", *(["USD"] if priced else []), "what it is"]
+    known = {"USD": found.price_per_node_hour, "kWh": found.watts}
+    costs = [name for name, of in known.items() if of is not None]
+    names = ["part", "time", "share", "device-hours", *costs, "what it is"]
     parts = Table(*names, right=names[1:-1], title=f"{found.goodput:.1%} of the time of {found.run}'s devices counts")
     for row in rows:
-        cost = [f"{row['usd']:,.2f}"] if priced else []
+        cost = [f"{row[name.lower()]:,.2f}" for name in costs]
         hours = f"{row['device_hours']:,.3g}"
         parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
     attempts = Table("attempt", "devices", "time", "in steps that count", "end", right=["devices", "time"])

@@ -53,6 +53,7 @@ class Ledger(Record):
     attempts: tuple[Share, ...] = field_doc("in their order")
     idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
     price_per_node_hour: float | None = field_doc("USD, of the site")
+    watts: float | None = field_doc("of one device, of the site: without hosts, network and cooling")
     devices_per_node: int = field_doc("of the site")
 
     @property
@@ -72,7 +73,7 @@ class Ledger(Record):
         return sum(share.devices * share.seconds["productive"] for share in self.attempts) / held if held else np.nan
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each part: seconds, share of the wall time, device-hours and, where known, the price."""
+        """Returns a row for each part: seconds, share of the wall time, device-hours, where known price and kWh."""
         rows, wall_s, price = [], self.wall_s, self.price_per_node_hour
         for part, meaning in PARTS.items():
             seconds = sum(share.seconds[part] for share in self.attempts)
@@ -83,6 +84,7 @@ class Ledger(Record):
                 "share": seconds / wall_s if wall_s else np.nan,
                 "device_hours": held / 3600,
                 "usd": None if price is None else held / 3600 / self.devices_per_node * price,
+                "kwh": None if self.watts is None else held / 3600 * self.watts / 1000,
                 "meaning": meaning,
             })  # fmt: skip
         return rows
@@ -122,10 +124,10 @@ def ledger(run: Run) -> Ledger:
         else:
             why = "killed with its supervisor, which left no word"
         shares.append(Share(attempt=attempt, devices=devices, seconds=seconds, end=why))
-    price = run.site.price_per_node_hour
+    price, watts = run.site.price_per_node_hour, run.site.device.watts
     return Ledger(
         run=run.name, attempts=tuple(shares), idle_s=idle_s, devices_per_node=run.site.devices_per_node,
-        price_per_node_hour=price.value if price else None,
+        price_per_node_hour=price.value if price else None, watts=watts.value if watts else None,
     )  # fmt: skip
 
 

@@ -80,10 +80,11 @@ def test_nobody_was_left_to_say_that_it_ended(told):
 def test_prices_and_devices_of_each_attempt(told):
     plan = told.plan.replace(data_parallel=8)
     plan.write(told.directory / "plan.attempt_02.json")
-    priced = dataclasses.replace(ledger(told), price_per_node_hour=32.0, devices_per_node=8)
+    priced = dataclasses.replace(ledger(told), price_per_node_hour=32.0, devices_per_node=8, watts=500.0)
     rows = {row["part"]: row for row in priced.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
     assert rows["productive"]["usd"] == pytest.approx(4 * (8 + 8 * 6) / 3600) and rows["waiting"]["usd"] == 0
+    assert rows["productive"]["kwh"] == pytest.approx(0.5 * (8 + 8 * 6) / 3600)
     assert priced.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
 
 
