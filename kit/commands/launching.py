@@ -52,7 +52,10 @@ def launch(
     init_from: Annotated[
         Path | None, typer.Option(help="folder of Hugging Face's: start from its weights, and by default its model")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="folder made by `kit data build`; demo: data/demo")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="folder made by `kit data build` (demo: data/demo), or a mix: 0.7=WEB, and again 0.3=CODE"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
@@ -70,7 +73,7 @@ def launch(
     On GPUs a plan of neither file nor paper is bf16 and compiled; change it by --set plan.precision and plan.compile.
     """
     place, changes = Site.load(site), parse_settings(settings)
-    given = {"data": data and str(data), "num_steps": steps, "init_from": init_from and str(init_from)}
+    given = {**read_data(data or []), "num_steps": steps, "init_from": init_from and str(init_from)}
     asked = ask_for(model, recipe, plan, given, changes)
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
     place = on_device(place, asked.plan, device)
@@ -192,6 +195,26 @@ def _demo_fields(name: str, given: dict[str, Any]) -> dict[str, Any]:
     steps = given.get("num_steps", 100)
     rates = {"learning_rate": 3e-3, "min_learning_rate": 3e-4, "warmup_steps": steps // 10}
     return {"data": "data/demo", "num_steps": steps, **rates}
+
+
+def read_data(words: list[str]) -> dict[str, Any]:
+    """Returns the fields of a recipe that `--data` gives: one folder, or a mix whose first has the held-out text.
+
+    Raises:
+        ConfigError: of several one has no weight, or its weight is no number.
+    """
+    parts = [re.fullmatch(r"(?:([^=/]*)=)?(.+)", word) for word in words]
+    pairs = [part.groups() for part in parts if part]
+    if not any(weight for weight, _ in pairs) and len(words) <= 1:
+        return {"data": words[0]} if words else {}
+    try:
+        sources = [{"paths": [folder], "weight": float(weight or "")} for weight, folder in pairs]
+    except ValueError as error:
+        raise ConfigError(
+            f"--data {' --data '.join(words)}: not allowed. Give one folder, or a mix as WEIGHT=FOLDER for each: "
+            f"--data 0.7=data/web --data 0.3=data/code."
+        ) from error
+    return {"data": pairs[0][1], "sources": sources}
 
 
 def read_fields(file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cluster.job import Job
 from cluster.site import Site
 from kit import launcher
 from kit.commands.app import app
-from kit.commands.launching import ask_for, on_devices
+from kit.commands.launching import ask_for, on_devices, read_data
 from kit.errors import ConfigError
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
@@ -227,3 +227,22 @@ def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_
 def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
     launch("--site", "perlmutter", "--show", "--set", "plan.recompute=selective", *words)
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    ([], {}),
+    (["data/web"], {"data": "data/web"}),
+    (["odd/name=1"], {"data": "odd/name=1"}),
+    (["0.7=data/web", "0.3=data/code"], {"data": "data/web", "sources": [
+        {"paths": ["data/web"], "weight": 0.7}, {"paths": ["data/code"], "weight": 0.3}]}),
+    (["1=web/part_*"], {"data": "web/part_*", "sources": [{"paths": ["web/part_*"], "weight": 1.0}]}),
+])  # fmt: skip
+def test_a_mix_on_the_command_line(words, expected) -> None:
+    assert read_data(words) == expected
+    Recipe.from_dict({"data": "x", "num_steps": 1, **read_data(words)})
+
+
+@pytest.mark.parametrize("words", [["web", "code"], ["0.7=web", "code"], ["some=web"], ["=web", "1=code"]])
+def test_a_mix_without_weights_is_refused(words) -> None:
+    with pytest.raises(ConfigError, match="Give one folder, or a mix as WEIGHT=FOLDER for each"):
+        read_data(words)
