@@ -85,7 +85,7 @@ def at_scale(
         raise ConfigError(f"SCALE: {scale!r} is unknown. {suggestion(str(scale), SCALES)}")
     if scale == "demo":
         return Given()
-    from kit.commands.launching import read_fields
+    from kit.commands.asked import read_fields
     from kit.papers.recipes import published_recipe
 
     place = Site.load(site)

@@ -24,6 +24,10 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,nohea
 KNOWN = {"gb300": ["gb300-nvl72"], "gb200": ["gb200-nvl72"], "h100": ["dgx-h100"], "mi250": ["frontier"],
          "a100": ["selene", "perlmutter"]}  # fmt: skip
 """Packaged sites with a device of this name, which differ in its memory."""
+SLICE = re.compile(r"\dg\.\d+gb", re.IGNORECASE)
+"""Of a GPU that is cut by MIG, as NVIDIA names them: 3g.20gb."""
+OTHERS = re.compile(r"pcie|nvl\b|_nvl|mig|" + SLICE.pattern, re.IGNORECASE)
+"""Models and slices that share the name of a packaged site's device, and are slower."""
 SAME_MEMORY = 0.06
 """Relative; what nvidia-smi reports lacks what the driver keeps."""
 
@@ -41,7 +45,7 @@ class Nodes:
     max_nodes: int | None
     gpus: int
     gpu: str
-    """Its name among generic resources, small letters; empty where they say none."""
+    """Its name among generic resources; empty where they say none."""
 
 
 def nodes_of(text: str) -> list[Nodes]:
@@ -65,15 +69,20 @@ def _nodes(line: str) -> Nodes:
 
 
 def gpus_of(gres: str) -> tuple[int, str]:
-    """Returns how many GPUs a node has, of all kinds, and the first kind: 4 and a100 of `gpu:a100:4(S:0-1),ssd`."""
-    total, kind = 0, ""
+    """Returns how many GPUs a node has, and of which kind: 4 and a100 of `gpu:a100:4(S:0-1),lscratch:3570`.
+
+    Of several kinds it is the one that there is most of, whole ones first: a job that asks for a kind gets no other, and
+    slices of a GPU (MIG) are kinds of their own.
+    """
+    kinds: dict[str, int] = {}
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
         name, *rest = item.strip().removeprefix("gres/").split(":")
         if name != "gpu" or not rest:
             continue
-        total += int(rest[-1]) if rest[-1].isdigit() else 1
-        kind = kind or ("" if rest[0].isdigit() else rest[0].lower())
-    return total, kind
+        kind = "" if rest[0].isdigit() else rest[0]
+        kinds[kind] = kinds.get(kind, 0) + (int(rest[-1]) if rest[-1].isdigit() else 1)
+    kind = max(kinds, key=lambda each: (not SLICE.search(each), kinds[each]), default="")
+    return kinds.get(kind, 0), kind
 
 
 def hours(limit: str) -> float | None:
@@ -122,7 +131,7 @@ def settings_of(text: str) -> dict[str, str]:
 
 def device_of(gpu: str, memory_bytes: float | None) -> tuple[Device | None, str]:
     """Returns a packaged site's device of that name, of that memory where it is known, and that site's name."""
-    for word, sites in KNOWN.items():
+    for word, sites in KNOWN.items() if not OTHERS.search(gpu) else ():
         if word in re.sub(r"[^a-z0-9]", "", gpu.lower()):
             for name in sites:
                 device = Site.load(name).device
@@ -135,7 +144,7 @@ def device_of(gpu: str, memory_bytes: float | None) -> tuple[Device | None, str]
 
 def probe(ask: Ask, nodes: Nodes) -> tuple[str, float] | None:
     """Returns name and memory in bytes of a GPU, by a job of one minute with nvidia-smi; None if that says nothing."""
-    job = ("srun", f"--partition={nodes.partition}", "--nodes=1", "--ntasks=1", "--time=1", f"--gres=gpu:{nodes.gpus}")
+    job = ("srun", f"--partition={nodes.partition}", "--nodes=1", "--ntasks=1", "--time=1", "--gres=gpu:1")
     return gpu_of(ask((*job, *NVIDIA_SMI)))
 
 
@@ -190,7 +199,7 @@ def _device(nodes: Nodes, gpu: str, device: Device | None, packaged: str, seen: 
         return [*lines, 'name = "one CPU core"', f"memory_bytes = {_fact(memory)}"]
     if device is None:
         return [
-            *lines, f"name = {_word(f'GPU {gpu}'.strip())}   # EDIT: the vendor's name",
+            *lines, f"name = {_word(gpu if 'NVIDIA' in gpu else f'GPU {gpu}'.strip())}   # EDIT: the vendor's name",
             *([f"memory_bytes = {_fact(Fact(value=seen[1], source='nvidia-smi'))}"] if seen else
               ['# EDIT: memory_bytes = { value = 0, source = "data sheet" }']),
             '# EDIT: [device.peak_flops_per_s] with bf16 = { value = 0, source = "data sheet, dense" }',

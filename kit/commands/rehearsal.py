@@ -8,7 +8,7 @@ from rich.text import Text
 
 from cluster.scheduler import EDIT
 from cluster.site import Site
-from kit.commands.launching import ask_for, on_devices
+from kit.commands.asked import ask_for, on_devices
 from kit.commands.options import JsonOption, SetOption, parse_settings, tell
 from kit.errors import ConfigError
 from kit.recipe import Recipe

@@ -23,8 +23,9 @@ SlurmctldParameters     = enable_configless
 # (mi250), a public note with `gpu:A100:4(S:0-1),lscratch:3570`, slurm_usage_history's tests (two kinds on a node).
 @pytest.mark.parametrize(("gres", "expected"), [
     ("gpu:a100:4(S:0-1)", (4, "a100")),
-    ("gpu:A100:4(S:0-1),lscratch:3570", (4, "a100")),
-    ("gpu:a100:2,gpu:v100:2", (4, "a100")),
+    ("gpu:A100:4(S:0-1),lscratch:3570", (4, "A100")),
+    ("gpu:a100:2,gpu:v100:2", (2, "a100")),
+    ("gpu:a100:1,gpu:a100_1g.5gb:7", (1, "a100")),
     ("gpu:mi250:8(S:0-3,5)", (8, "mi250")),
     ("gpu:h200:8(S:0-1)", (8, "h200")),
     ("gres/gpu:4", (4, "")),
@@ -79,9 +80,18 @@ def test_what_a_node_was_asked_decides(tmp_path):
     other, text = write(tmp_path, seen=("NVIDIA L40S", 46068 * 2**20))
     assert other.device.is_gpu and not other.device.peak_flops_per_s and "EDIT: [device.peak_flops_per_s]" in text
     odd, text = write(tmp_path, seen=("NVIDIA H100 NVL", 95830 * 2**20))
-    assert odd.device.memory_bytes is None, "an H100 of another memory than the site's"
+    assert odd.device.name == "NVIDIA H100 NVL" and not odd.device.peak_flops_per_s, "it is no SXM"
+    other, _ = write(tmp_path, seen=("NVIDIA H100 80GB HBM3", 95830 * 2**20))
+    assert other.device.memory_bytes is None, "an H100 of another memory than the site's"
     assert inventory.gpu_of("NVIDIA A100-SXM4-80GB, 81920\nNVIDIA A100-SXM4-80GB, 81920\n")[1] == 80 * 2**30
     assert inventory.gpu_of("srun: error: nothing") is None and inventory.gpu_of("") is None
+
+
+@pytest.mark.parametrize("gres", ["gpu:a100_3g.20gb:2(S:0)", "gpu:h100_pcie:4", "gpu:h100_nvl:4", "gpu:mi300x:8"])
+def test_a_slice_or_another_model_has_no_facts_of_its_namesake(gres, tmp_path):
+    site, text = write(tmp_path, lines=f"gpu*|2|64|257000|30:00|1|{gres}\n")
+    assert site.device.is_gpu and site.device.memory_bytes is None and site.device.watts is None
+    assert not site.device.peak_flops_per_s and "EDIT: [device.peak_flops_per_s]" in text
 
 
 def test_other_partitions(tmp_path):

@@ -105,8 +105,8 @@ def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, as_client, t
     )  # fmt: skip
     site = site.replace(slurm=site.slurm.replace(compilation=compilation))
     job = JobSpec(
-        name="chain", run_dir=str(tmp_path / "run"), argv=(sys.executable, "-c", code), num_processes=2, num_nodes=2,
+        name="chain", run_dir=str(tmp_path / "run"), argv=(sys.executable, "-c", code), num_processes=2, num_nodes=1,
         working_directory=str(tmp_path),
-    )  # fmt: skip
+    )  # fmt: skip  # one node: those of this sandbox share a disk, and would copy into the same folder at once
     submitted = done(job, site)
     assert submitted.logs(0) == "disk compiled\n"

@@ -13,7 +13,7 @@ from cluster.job import Job
 from cluster.site import Site
 from kit import launcher
 from kit.commands.app import app
-from kit.commands.launching import ask_for, on_devices, read_data
+from kit.commands.asked import ask_for, on_devices, read_data
 from kit.errors import ConfigError
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
