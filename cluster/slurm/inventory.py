@@ -71,8 +71,8 @@ def _nodes(line: str) -> Nodes:
 def gpus_of(gres: str) -> tuple[int, str]:
     """Returns how many GPUs a node has, and of which kind: 4 and a100 of `gpu:a100:4(S:0-1),lscratch:3570`.
 
-    Of several kinds it is the one that there is most of, whole ones first: a job that asks for a kind gets no other, and
-    slices of a GPU (MIG) are kinds of their own.
+    Of several kinds it is the one that there is most of, whole ones first: a job that asks for a kind gets no other,
+    and slices of a GPU (MIG) are kinds of their own.
     """
     kinds: dict[str, int] = {}
     for item in re.sub(r"\([^)]*\)", "", gres).split(","):
