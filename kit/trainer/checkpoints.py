@@ -65,10 +65,8 @@ def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
     assert isinstance(engine, PortableEngine), "`check_recipe` refuses others"
     weights = hugging_face_weights(folder, spec)
     engine.restore_optimizer(0)
-    state = {
-        name.removeprefix("model."): tensor for name, tensor in engine.state_dict().items() if name[:6] == "model."
-    }
-    weights.fill(state)
+    own = engine.state_dict().items()
+    weights.fill({name.removeprefix("model."): tensor for name, tensor in own if name.startswith("model.")})
     engine.after_load()
     if dist.get_rank() == 0:
         print(f"started from the weights in {folder}", flush=True)
