@@ -121,6 +121,32 @@ def read_data(words: list[str]) -> dict[str, Any]:
     return {"data": pairs[0][1], "sources": sources}
 
 
+def read_phases(words: list[str], sources: list[dict[str, Any]], tokens_per_step: int) -> dict[str, Any]:
+    """Returns the fields of a recipe that `--then` gives: from a token or step of the run on, other weights of a mix.
+
+    Raises:
+        ConfigError: there is no mix, or one is not written as FROM=WEIGHT,WEIGHT with a weight for each of `--data`.
+    """
+    mixes, ends = [[source["weight"] for source in sources]], []
+    for word in words:
+        found = re.fullmatch(r"([^=]+?)(steps)?=(.+)", word)
+        try:
+            begin, unit, weights = found.groups() if found else ("", "", "")
+            ends.append(float(begin) * (tokens_per_step if unit else 1))
+            mixes.append([float(weight) for weight in weights.split(",")])
+            if not sources or len(mixes[-1]) != len(sources):
+                raise ValueError
+        except ValueError as error:
+            raise ConfigError(
+                f"--then {word}: not allowed. Give a mix by --data, and here the token or step from which on it is "
+                f"another, with a weight for each --data in their order ({len(sources)} here): --then 1.4e12=0.3,0.7, "
+                f"or --then 5000steps=0.3,0.7."
+            ) from error
+    phases = [{"until_tokens": end, "weights": mix} for end, mix in zip(ends, mixes, strict=False)]
+    last = [{**source, "weight": weight} for source, weight in zip(sources, mixes[-1], strict=True)]
+    return {"phases": phases, "sources": last} if words else {}
+
+
 def read_fields(file: Path) -> dict[str, Any]:
     """Returns the fields that a recipe file gives, all or some.
 

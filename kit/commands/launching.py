@@ -18,7 +18,7 @@ from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.commands.asked import Asked, ask_for, on_devices, read_data
+from kit.commands.asked import Asked, ask_for, on_devices, read_data, read_phases
 from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
@@ -49,6 +49,10 @@ def launch(
         list[str] | None,
         typer.Option(help="folder made by `kit data build` (demo: data/demo), or a mix: 0.7=WEB, and again 0.3=CODE"),
     ] = None,
+    then: Annotated[
+        list[str] | None,
+        typer.Option(help="from a token or step on, other weights of the mix: 1.4e12=0.3,0.7 or 5000steps=0.3,0.7"),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
@@ -68,6 +72,8 @@ def launch(
     place, changes = Site.load(site), parse_settings(settings)
     given = {**read_data(data or []), "num_steps": steps, "init_from": init_from and str(init_from)}
     asked = ask_for(model, recipe, plan, given, changes)
+    tokens_per_step = asked.plan.global_batch_size * asked.spec.sequence_length
+    asked.fields.update(read_phases(then or [], given.get("sources", []), tokens_per_step))
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
     place = on_device(place, asked.plan, device)
     if place.device.is_gpu:

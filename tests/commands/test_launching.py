@@ -13,7 +13,7 @@ from cluster.job import Job
 from cluster.site import Site
 from kit import launcher
 from kit.commands.app import app
-from kit.commands.asked import ask_for, on_devices, read_data
+from kit.commands.asked import ask_for, on_devices, read_data, read_phases
 from kit.errors import ConfigError
 from kit.papers import hlat_model
 from kit.papers.recipes import names, published_recipe
@@ -246,3 +246,27 @@ def test_a_mix_on_the_command_line(words, expected) -> None:
 def test_a_mix_without_weights_is_refused(words) -> None:
     with pytest.raises(ConfigError, match="Give one folder, or a mix as WEIGHT=FOLDER for each"):
         read_data(words)
+
+
+def test_other_weights_from_a_token_or_a_step_on() -> None:
+    sources = read_data(["0.7=web", "0.3=code", "0=late"])["sources"]
+    fields = read_phases(["1e6=0.5,0.5,0", "5000steps=0,0,1"], sources, tokens_per_step=1024)
+    assert [source["weight"] for source in fields["sources"]] == [0, 0, 1]
+    assert fields["phases"] == [
+        {"until_tokens": 1e6, "weights": [0.7, 0.3, 0]}, {"until_tokens": 5000 * 1024, "weights": [0.5, 0.5, 0]},
+    ]  # fmt: skip
+    Recipe.from_dict({"data": "x", "num_steps": 1, **fields})
+    assert read_phases([], sources, 1024) == {}
+
+
+@pytest.mark.parametrize("word", ["0.3,0.7", "1e6=0.3", "1e6=0.3,0.7,1", "1e6=a,b", "=1,1", "soon=1,1", "5 steps = 1,"])
+def test_other_weights_that_say_too_little_are_refused(word: str) -> None:
+    refused(f"--then {word}: not allowed", "--data", "0.7=web", "--data", "0.3=code", "--then", word)
+
+
+def test_other_weights_need_a_mix_and_come_in_order(tiny_dataset) -> None:
+    folder = tiny_dataset.directory
+    refused("Give a mix by --data", "--data", str(folder), "--then", "1e6=1,1")
+    mix = ("--data", f"0.7={folder}", "--data", f"0.3={folder}")
+    refused("phases[1].until_tokens: 5.0 is not allowed", *mix, "--then", "9=1,0", "--then", "5=0,1")
+    refused("sources: weights", *mix, "--then", "9=0,0")
