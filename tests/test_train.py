@@ -1,6 +1,7 @@
 """Real jobs of real processes: what was promised about killed, stopped and moved runs."""
 
 import importlib.metadata
+import io
 import itertools
 import json
 import os
@@ -21,11 +22,15 @@ from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
 from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.launcher import job_spec
+from kit.monitor import run_figure, status_row, status_table
 from kit.plan import Plan
+from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_tensors import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
+from kit.show.terminal import PlainConsole
 from kit.spec import ModelSpec
 from kit.train import _record_attempt
 from tests.faults.attempts import finished
@@ -154,9 +159,15 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
     np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-4)
 
 
-def test_resumes_between_shard_sizes(spec, recipe, forked, tmp_path):
-    """Whole replicas share states, then two and two of them, then all."""
-    recipe = recipe.replace(num_steps=3, decay_steps=9, warmup_steps=0, validation_every=None)
+def test_resumes_between_shard_sizes_and_phases_of_a_mix(spec, recipe, forked, tiny_dataset, tmp_path):
+    """Whole replicas share states, then two and two of them, then all; each attempt meets another mix in its middle."""
+    for name in ("web", "code"):
+        shutil.copytree(tiny_dataset.directory, tmp_path / name)
+    recipe = recipe.replace(
+        num_steps=3, decay_steps=9, warmup_steps=0, validation_every=None,
+        sources=[DataSource(paths=(str(tmp_path / name),), weight=int(name == "code")) for name in ("web", "code")],
+        phases=[DataPhase(until_tokens=8 * 16 * end, weights=weights) for end, weights in ((2, (1, 1)), (5, (3, 1)))],
+    )  # fmt: skip
     plan = DP2.replace(data_parallel=4, zero_stage=3, shard_size=2)
     straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=recipe.replace(num_steps=9))
     run = kit.launch(tmp_path / "resumed", spec=spec, plan=DP2, recipe=recipe)
@@ -164,6 +175,15 @@ def test_resumes_between_shard_sizes(spec, recipe, forked, tmp_path):
         run = kit.resume(run.directory, plan=now, num_steps=steps)
     assert run.metrics()["attempt"].tolist() == [1] * 3 + [2] * 3 + [3] * 3
     np.testing.assert_allclose(run.metrics()["loss"], straight.metrics()["loss"], rtol=1e-5)
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["share/web"] for row in rows] == [0.5] * 2 + [0.75] * 3 + [0] * 4
+    assert all(row["share/web"] + row["share/code"] == 1 for row in rows)
+    job_spec(run).write(run.directory / "job.json")
+    told = "data so far: 36.1% web, 63.9% code; now 0.0%, 100.0%"
+    assert status_row(run)["data"] == told and told in run_figure(run)[0].notes
+    console = PlainConsole(width=80, file=(printed := io.StringIO()))
+    console.print(status_table(run, 80))
+    assert told in printed.getvalue()
 
 
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):

@@ -1,11 +1,12 @@
 """What a recipe trains on: its dataset, or a mix of sources whose tokens are of that dataset's vocabulary."""
 
+import functools
 import glob
 import math
 from pathlib import Path
 
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.data.samples import Samples
+from kit.data.samples import Samples, Turns
 from kit.data.token_file import TokenFile
 from kit.data.windows import Windows
 from kit.errors import DataError
@@ -25,9 +26,49 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
         Windows([_token_file(Path(path), dataset) for path in source.paths], sequence_length, recipe.seed, number)
         for number, source in enumerate(recipe.sources)
     ]
+    return Samples(sources, sequence_length, _phases(recipe, sequence_length))
+
+
+def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict[str, float]:
+    """Returns each source's share of `count` samples from `first` on, by its name; {} without a mix. Opens no file."""
+    if not recipe.sources or not count:
+        return {}
+    turns = _turns(recipe, sequence_length)
+    drawn = (turns.before(first + count) - turns.before(first)) / count
+    return dict(zip(source_names(recipe), drawn.tolist(), strict=True))
+
+
+def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
+    """Returns what a run has read of each source in its first tokens, in a sentence; "" without a mix."""
+    samples = tokens // sequence_length
+    if not (read := shares(recipe, sequence_length, 0, samples)):
+        return ""
+    words = ", ".join(f"{share:.1%} {name}" for name, share in read.items())
+    now = next(weights for first, weights in reversed(_phases(recipe, sequence_length)) if first <= samples)
+    then = ", ".join(f"{weight / sum(now):.1%}" for weight in now)
+    return f"data so far: {words}" + (f"; now {then}" if recipe.phases else "")
+
+
+def source_names(recipe: Recipe) -> list[str]:
+    """Returns a name for each source: the end of its first path, of as many parts as tell them apart."""
+    paths = [Path(source.paths[0]).parts for source in recipe.sources]
+    for length in range(1, max(map(len, paths), default=0) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{i}: {Path(*parts)}" for i, parts in enumerate(paths)]
+
+
+@functools.lru_cache(maxsize=8)
+def _turns(recipe: Recipe, sequence_length: int) -> Turns:
+    return Turns(_phases(recipe, sequence_length))
+
+
+def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
+    """Returns the first sample of each phase, and the weights of the sources from there on."""
     firsts = [0, *(math.ceil(phase.until_tokens / sequence_length) for phase in recipe.phases)]
-    weights = [*(phase.weights for phase in recipe.phases), [source.weight for source in recipe.sources]]
-    return Samples(sources, sequence_length, list(zip(firsts, weights, strict=True)))
+    weights = [*(phase.weights for phase in recipe.phases), tuple(source.weight for source in recipe.sources)]
+    return list(zip(firsts, weights, strict=True))
 
 
 def located(recipe: Recipe) -> Recipe:

@@ -32,23 +32,14 @@ class Samples:
             phases: first sample and weights of the sources; the first begins at 0. Default: all sources alike.
         """
         self.sequence_length, self._sources = sequence_length, sources
-        self._phases: list[_Phase] = []
-        before = np.zeros(len(sources), np.int64)
-        for first, weights in phases or [(0, [1.0] * len(sources))]:
-            if self._phases:
-                before = self._phases[-1].drawn(first)
-            self._phases.append(_Phase(first, weights, before))
+        self._turns = Turns(phases or [(0, [1.0] * len(sources))])
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
         """Returns samples `first_sample` .. `first_sample + count - 1`: int64 [count, sequence_length + 1]."""
         if first_sample < 0 or count < 0:
             raise DataError(f"samples {first_sample} + {count}: not allowed. Give numbers of 0 or more.")
         batch = np.empty((count, self.sequence_length + 1), dtype=np.int64)
-        samples = np.arange(first_sample, first_sample + count)
-        turns, numbers = np.empty_like(samples), np.empty_like(samples)
-        for phase in self._phases:  # a later one takes over what is its own
-            of = samples >= phase.first
-            turns[of], numbers[of] = phase.turns(samples[of])
+        turns, numbers = self._turns.of(np.arange(first_sample, first_sample + count))
         for i, source in enumerate(self._sources):
             rows = np.flatnonzero(turns == i)
             source.fill(numbers[rows], batch, rows.tolist())
@@ -56,8 +47,33 @@ class Samples:
 
     def epochs(self, count: int) -> list[float]:
         """Returns how often the first `count` samples read each source."""
-        drawn = next(phase for phase in reversed(self._phases) if phase.first <= count).drawn(count).tolist()
+        drawn = self._turns.before(count).tolist()
         return [number / source.epoch_sequences for number, source in zip(drawn, self._sources, strict=True)]
+
+
+class Turns:
+    """Which source each sample of a run is of, through its phases (first sample and weights of the sources)."""
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Prepares the turns. Raises as `Samples`."""
+        self._phases: list[_Phase] = []
+        before = np.zeros(len(phases[0][1]), np.int64)
+        for first, weights in phases:
+            if self._phases:
+                before = self._phases[-1].drawn(first)
+            self._phases.append(_Phase(first, weights, before))
+
+    def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of each sample, and which of its sequences that is."""
+        turns, numbers = np.empty_like(samples), np.empty_like(samples)
+        for phase in self._phases:  # a later one takes over what is its own
+            of = samples >= phase.first
+            turns[of], numbers[of] = phase.turns(samples[of])
+        return turns, numbers
+
+    def before(self, sample: int) -> np.ndarray:
+        """Returns how many turns each source has had before a sample: int64 [sources]."""
+        return next(phase for phase in reversed(self._phases) if phase.first <= sample).drawn(sample)
 
 
 class _Phase:

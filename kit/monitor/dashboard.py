@@ -16,6 +16,7 @@ import numpy as np
 from cluster.job import read_status
 from cluster.login.mirror import wanted
 from cluster.state import find_log, read_exit, read_state
+from kit.data import mix_words
 from kit.errors import ConfigError, RunError
 from kit.monitor import logs
 from kit.monitor.actions import Actions
@@ -181,7 +182,7 @@ class Dashboard:
     def _last_step(self) -> dict[str, Any]:
         if not len(self.columns):
             return {"step": 0}
-        columns, curves, plan = self.columns, self.curves, self.run.plan
+        run, columns, curves, plan = self.run, self.columns, self.curves, self.run.plan
         recent = slice(-20, None)
         step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
         speed, steps = median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
@@ -199,6 +200,7 @@ class Dashboard:
             "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
             "cost": None if price is None else {"value": hours * nodes * price.value, "note": str(price)},
             "formula": self._formula(),
+            "data": mix_words(run.recipe, run.spec.sequence_length, int(curves["tokens"][-1])),
         }  # fmt: skip
 
     @property

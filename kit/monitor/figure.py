@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.data import mix_words
 from kit.monitor.curves import Average
 from kit.monitor.outlook import compare, draw_band
 from kit.monitor.score_figure import draw_scores
@@ -43,7 +44,8 @@ def run_figure(run: Run, *, baselines: dict[str, float] | None = None) -> tuple[
             numbers, rows = np.unique(table["attempt"], return_index=True)
             firsts = dict(zip(numbers.tolist(), table["step"][rows].tolist(), strict=True))
             draw_band(right, band, firsts, float(table["step"][-1]), "mfu" if "mfu" in table else "tokens_per_s")
-        figure.notes = (verdict,)
+        mix = mix_words(run.recipe, run.spec.sequence_length, int(metrics.total_tokens[-1])) if len(metrics) else ""
+        figure.notes = tuple(filter(None, (verdict, mix)))
     return figure, table
 
 

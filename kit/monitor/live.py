@@ -91,6 +91,7 @@ def view_html(run: Run, curve: str, verdict: str = "") -> str:
         f"<div style='height:4px;border-radius:2px;width:{done:.1%};background:{BLUE}'></div></div>"
         f"<div style='display:flex;flex-wrap:wrap;gap:6px'>{boxes}</div>"
         f"<div style='margin-top:6px;{MUTED}'>{html.escape(verdict)}</div>"
+        f"<div style='{MUTED}'>{html.escape(row['data'])}</div>"
         f"<div style='margin-top:8px'>{curve}</div>{_last_words(run, state)}</div>"
     )
 

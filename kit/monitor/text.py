@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.state import JobState
+from kit.data import mix_words
 from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
@@ -44,6 +45,7 @@ def status_row(run: Run) -> dict[str, Any]:
         "state": str(status.state),
         "reason": status.reason,
         **summary,
+        "data": mix_words(run.recipe, run.spec.sequence_length, summary.get("tokens") or 0),
         "num_steps": run.recipe.num_steps,
         "eta_s": left * step_time_s if running else None,
         "checkpoints": run.checkpoints.steps(),
@@ -115,7 +117,8 @@ def _heading(dashboard: Dashboard, width: int) -> list[RenderableType]:
     goodput = outlook["goodput"] and outlook["goodput"]["share"]
     counts = "" if goodput is None else f" Goodput {goodput:.1%}."
     pace = [Text(f"{outlook['verdict']}.{counts}", style=style)] if outlook["verdict"] else []
-    return [title, _tiles(dashboard, facts, width), *pace]
+    mix = [Text(facts["data"], style="dim")] if facts.get("data") else []
+    return [title, _tiles(dashboard, facts, width), *pace, *mix]
 
 
 def _told(dashboard: Dashboard) -> list[RenderableType]:

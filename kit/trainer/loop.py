@@ -13,7 +13,7 @@ from torch._dynamo.callback import on_compile_end, on_compile_start
 
 from cluster.home import Home
 from cluster.state import JobState, take_request, update_state
-from kit.data import Samples, training_samples
+from kit.data import Samples, shares, training_samples
 from kit.engines import ScalingEngine, build_engine, gpu_runtime
 from kit.engines.process_group import control_group
 from kit.errors import RunError
@@ -188,12 +188,14 @@ class Trainer:
         self.step_time_s = self.finished_at - max(before, launched.start)  # launched early, it had to wait its turn
         scaling = self.engine.loss_scaling() if isinstance(self.engine, ScalingEngine) else {}
         stall_s, self.checkpoints.stall_s = self.checkpoints.stall_s, 0.0
+        length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
+        first = self.consumed - batch * (1 + self.step - launched.step)
         return {
             "step": launched.step,
             "attempt": self.attempt,
             "time": time.time(),
             "step_time_s": self.step_time_s,
-            "tokens": self.plan.global_batch_size * self.run.spec.sequence_length,
+            "tokens": batch * length,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": launched.learning_rate,
@@ -202,6 +204,7 @@ class Trainer:
             **({"checkpoint_s": stall_s} if stall_s else {}),
             **launched.waits,
             **phases,
+            **{f"share/{name}": share for name, share in shares(self.recipe, length, first, batch).items()},
         }
 
     def _write(self) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.data import Dataset, located, training_samples
+from kit.data import Dataset, located, mix_words, shares, training_samples
+from kit.data.mix import source_names
 from kit.data.token_file import TokenFileWriter
 from kit.errors import ConfigError, DataError
 from kit.recipe import DataPhase, DataSource, Recipe
@@ -54,6 +55,23 @@ def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_datas
     assert samples.epochs(300) == [
         pytest.approx(np.count_nonzero(read == i) / of) for i, of in ((1, 100), (2, 200), (3, 300))
     ]
+
+
+def test_sources_are_told_apart_by_the_ends_of_their_paths():
+    def names(*paths: str) -> list[str]:
+        return source_names(Recipe(data="d", num_steps=1, sources=[DataSource(paths=(path,)) for path in paths]))
+
+    assert names("/d/web", "/d/code") == ["web", "code"]
+    assert names("/d/web/0", "/d/code/0") == ["web/0", "code/0"]
+    assert names("/d/web", "/d/web") == ["0: /d/web", "1: /d/web"]
+
+
+def test_shares_are_what_was_read_and_open_no_file():
+    sources = [DataSource(paths=("web",), weight=0.7), DataSource(paths=("code",), weight=0.3)]
+    recipe = Recipe(data="none", num_steps=1, sources=sources)
+    assert shares(recipe, 8, 0, 1000) == pytest.approx({"web": 0.7, "code": 0.3}, abs=2e-3)
+    assert mix_words(recipe, 8, 8000) == "data so far: 70.0% web, 30.0% code"
+    assert shares(Recipe(data="none", num_steps=1), 8, 0, 9) == {} and mix_words(recipe, 8, 7) == ""
 
 
 def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):

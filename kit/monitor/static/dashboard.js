@@ -89,6 +89,7 @@ function render({ model, el }) {
 
   // --- how fast it should be, and where its time went
   const verdict = make("p", "kit-verdict", root), goodput = make("div", "kit-goodput", root), shares = make("p", "kit-shares kit-muted", root);
+  const mix = make("p", "kit-muted", root);
   goodput.setAttribute("role", "img");
 
   // --- alerts
@@ -426,6 +427,8 @@ function render({ model, el }) {
     root.dataset.attempt = f.attempt;
     showTiles(f);
     showOutlook(f.outlook || {});
+    mix.textContent = f.data || "";
+    mix.hidden = !f.data;
     showActions();
     showNotice();
     rankInput.max = f.ranks - 1;
