@@ -51,6 +51,9 @@ class JobSpec(Record):
     argv: tuple[str, ...] = field_doc("the command of one rank")
     num_processes: int = field_doc("ranks over all nodes: one per device")
     num_nodes: int = field_doc("nodes they are spread over", default=1)
+    forks: bool = field_doc(
+        "argv is `python -m MODULE ...`, which ranks of this machine may import once and be forked", default=False
+    )
     environment: dict[str, str] = field_doc("added to the environment of every rank", default_factory=dict)
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc("the job is ended after this time", default=None)

@@ -137,6 +137,7 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         argv=argv,
         num_processes=num_processes,
         num_nodes=1 if is_local else nodes_for(run.plan.num_devices, run.site),
+        forks=is_local and num_processes > 1,
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )

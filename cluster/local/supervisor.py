@@ -25,13 +25,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
+from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, log_tail, record_end, say
 from cluster.process import Process
 from cluster.progress import fruitless_starts, has_ever_stepped, is_told_to_stop
@@ -41,6 +42,7 @@ from cluster.state import JobError, JobState, log_path, read_exit, read_state, u
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LOOK_EVERY_S = 1.0
 """How often the run directory is looked for."""
+Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 
 def main() -> int:
@@ -130,13 +132,16 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
 
 def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float) -> Outcome:
     """Runs all ranks to their end and returns it; none of them is left."""
-    run_dir, ranks = home.run_dir, dict[int, subprocess.Popen]()
+    run_dir, ranks = home.run_dir, Ranks()
     try:
         update_state(run_dir, attempt=attempt, process=Process.current())
+        if job.forks:
+            say_starting(run_dir, attempt, f"{job.argv[2]} is being imported")
+            started()
         port = start_ranks(run_dir, job, attempt, ranks)
-        reason = f"{counted(job.num_processes, 'process', 'processes')} started, no step yet"
-        update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
-        started()
+        say_starting(run_dir, attempt, f"{counted(job.num_processes, 'process', 'processes')} started, no step yet")
+        if not job.forks:
+            started()
         outcome = watch(ranks, job.time_limit_s, deadline, home)
         port.close()
         state = read_state(run_dir)
@@ -154,6 +159,11 @@ def run_attempt(home: Home, job: JobSpec, attempt: int, started: Callable[[], ob
     return outcome
 
 
+def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
+    """Records that an attempt starts, and how far it is."""
+    update_state(run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time())
+
+
 def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
     """Returns an outcome with whether another attempt follows, by the rules of `cluster.slurm.supervisor`."""
     run_dir = home.run_dir
@@ -168,7 +178,7 @@ def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
     return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
 
 
-def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: dict[int, subprocess.Popen]) -> socket.socket:
+def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> socket.socket:
     """Starts all ranks into `ranks`, each in its own process group and with its own log.
 
     Returns the socket that keeps their port reserved; keep it until they have ended.
@@ -185,23 +195,33 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: dict[int, subp
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with gloo, ranks that restart would else read stale addresses
     }
-    supervisor_pid = os.getpid()
+    if job.forks:
+        import_once(job.argv[2], {**common, **job.environment})
     for rank in range(job.num_processes):
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment}
         with log_path(run_dir, attempt, rank).open("ab") as log:
             try:
-                ranks[rank] = subprocess.Popen(
-                    job.argv,
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment},
-                    cwd=job.working_directory,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    process_group=0,
-                    preexec_fn=lambda: become_rank(supervisor_pid),
-                )
+                ranks[rank] = start_rank(job, environment, log)
             except OSError as error:
                 raise JobError(f"rank {rank} could not be started: {error}") from error
     return port
+
+
+def start_rank(job: JobSpec, environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen | ForkedRank:
+    """Returns one rank, forked from this process or started anew."""
+    if job.forks:
+        return fork_rank(job.argv, environment, job.working_directory, log)
+    supervisor_pid = os.getpid()
+    return subprocess.Popen(
+        job.argv,
+        env=environment,
+        cwd=job.working_directory,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        process_group=0,
+        preexec_fn=lambda: become_rank(supervisor_pid),
+    )
 
 
 def reserve_port() -> socket.socket:
@@ -213,15 +233,15 @@ def reserve_port() -> socket.socket:
     return reserved
 
 
-def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
+def watch(ranks: Ranks, time_limit_s: float | None, deadline: float, home: Home) -> Outcome:
     """Waits until all ranks have ended well, one has failed, the time is over, the run directory is lost, or a signal
     asks for the end."""
     while True:
         reap(ranks)
-        failed = [rank for rank, process in ranks.items() if process.returncode]
+        failed = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
         if failed:  # several at once: a crash is the cause, an error or abort for a lost peer the consequence
-            first = min(failed, key=lambda rank: (-ranks[rank].returncode not in CRASHES, rank))
-            words, rc = end_of(ranks[first].returncode)
+            first = min(failed, key=lambda rank: (-failed[rank] not in CRASHES, rank))
+            words, rc = end_of(failed[first])
             return Outcome(rc, f"rank {first} {words}", first)
         if all(process.returncode == 0 for process in ranks.values()):
             return Outcome(0, ended_well(len(ranks)))
@@ -235,7 +255,7 @@ def watch(ranks: dict[int, subprocess.Popen], time_limit_s: float | None, deadli
             return Outcome(128 + received.si_signo, f"cancelled by {signal.Signals(received.si_signo).name}")
 
 
-def reap(ranks: dict[int, subprocess.Popen]) -> None:
+def reap(ranks: Ranks) -> None:
     """Collects every child that has ended: ranks get their return code, adopted orphans are forgotten."""
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):
@@ -246,7 +266,7 @@ def reap(ranks: dict[int, subprocess.Popen]) -> None:
                 os.waitpid(info.si_pid, 0)
 
 
-def end_ranks(ranks: dict[int, subprocess.Popen], grace_s: float) -> None:
+def end_ranks(ranks: Ranks, grace_s: float) -> None:
     """Asks the process groups of all running ranks to end, and kills them after the grace time."""
     deadline = time.monotonic() + grace_s
     for number in (signal.SIGTERM, signal.SIGKILL):

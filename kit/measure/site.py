@@ -130,7 +130,7 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
         out = Path(folder) / "measured.json"
         argv = (sys.executable, "-m", module, "--out", str(out))
-        asked = JobSpec(name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes)
+        asked = JobSpec(name=module, run_dir=f"{folder}/job", argv=argv, num_processes=num_processes, forks=True)
         job = cluster.local.submit(asked.replace(max_restarts=0, time_limit_s=limit_s, grace_s=1.0))
         status = job.wait()
         if status.state != "done":

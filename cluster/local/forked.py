@@ -1,0 +1,80 @@
+"""Ranks forked from one process that has imported their module: what all need is read and run once, not once a rank.
+
+Importing torch and what trains with it costs about two seconds of a core. Standard library, Linux.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import IO
+
+from cluster.descendants import LIBC, become_rank
+
+PR_SET_NAME = 15  # linux/prctl.h; what ps and top show
+
+
+@dataclasses.dataclass
+class ForkedRank:
+    """A child process, with as much of `subprocess.Popen` as the supervisor asks of one."""
+
+    pid: int
+    returncode: int | None = None
+
+    def wait(self) -> None:
+        """Waits for the end of the process and keeps its return code."""
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def import_once(module: str, environment: Mapping[str, str]) -> None:
+    """Imports a module of `python -m` in the environment of the ranks, part of which libraries read when imported.
+
+    A failure is left to the ranks: each meets it again and tells it in its own log.
+    """
+    os.environ.update(environment)
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
+
+
+def fork_rank(argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]) -> ForkedRank:
+    """Returns a child of this process that runs `python -m MODULE ...`, argv's words, as if it had been started anew:
+    in a process group of its own, with its own environment and directory, its output in `log`.
+
+    Raises:
+        OSError: it could not be forked.
+    """
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(OSError):  # either of both is the first, so that the group is there when this returns
+            os.setpgid(pid, pid)
+        return ForkedRank(pid)
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        become_rank(parent_pid)
+        LIBC.prctl(PR_SET_NAME, f"rank {environment['RANK']}".encode())
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
+            os.dup2(source, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # what the parent has open, its port and its run directory
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(directory)
+        sys.argv, sys.path[0] = list(argv[2:]), directory
+        sys.modules.pop(argv[2], None)  # runs once more, as __main__; what it imports is there
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)

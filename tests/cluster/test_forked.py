@@ -1,0 +1,116 @@
+"""Ranks that are forked from one import: what each of them finds and leaves, beside ranks that were started anew."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.job import JobSpec
+from cluster.process import child_pids
+from cluster.state import JobState, read_state
+from tests.cluster.waiting import eventually
+
+HEAVY = """
+import os
+assert os.environ["WORD"] == "two words", "the environment of the ranks is there when their module is imported"
+with open(os.environ["IMPORTED"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+TELLS = """
+import json, os, signal, sys
+import heavy_of_test
+
+blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+mine = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "KIT_ATTEMPT", "WORD")}
+names = [__name__, sys.argv[1:], os.path.basename(sys.argv[0]), os.getcwd(), sys.stdin.read(), blocked]
+numbers = [f"/proc/self/fd/{number}" for number in range(3, 9)]
+files = [os.readlink(name) for name in numbers if os.path.exists(name)]
+if __name__ == "__main__":
+    print(json.dumps([mine, names, os.getpgid(0) == os.getpid(), files]))
+    print("a warning", file=sys.stderr, end="")
+    exec(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """A folder on the path of the ranks with a module that all import and one that they run."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "heavy_of_test.py").write_text(HEAVY)
+    (folder / "tells_of_test.py").write_text(TELLS)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+    return folder
+
+
+def job(folder, code, forks, run="run", **changes):
+    environment = {"WORD": "two words", "IMPORTED": str(folder / run)}
+    given = {"environment": environment, "working_directory": str(folder), "grace_s": 2.0} | changes
+    argv = (sys.executable, "-m", "tells_of_test", code)
+    return JobSpec(name="t", run_dir=str(folder / f"{run}-dir"), argv=argv, num_processes=2, forks=forks, **given)
+
+
+def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_again(modules):
+    told = {}
+    for forks in (False, True):
+        handle = local.submit(job(modules, "pass", forks, str(forks)))
+        assert handle.wait(20).state is JobState.DONE, handle.logs()
+        told[forks] = [handle.logs(rank) for rank in (0, 1)]
+        assert len((modules / str(forks)).read_text().splitlines()) == (1 if forks else 2)
+    assert told[True] == told[False]
+    mine, names, leads, files = json.loads(told[True][1].splitlines()[0])
+    assert (mine["RANK"], mine["WORLD_SIZE"], names[0], leads, files) == ("1", "2", "__main__", True, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit(78)", "rank 0 ended with code 78"),
+        ("sys.exit('a word')", "rank 0 ended with code 1"),
+        ("os._exit(3)", "rank 0 ended with code 3"),
+        ("raise ValueError('broken')", "rank 0 ended with code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 0 was killed by SIGKILL"),
+    ],
+)
+def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason):
+    ends = [local.submit(job(modules, code, forks, str(forks), max_restarts=0)) for forks in (False, True)]
+    anew, forked = (handle.wait(20) for handle in ends)
+    assert (anew.exit_code, anew.state) == (forked.exit_code, forked.state)
+    assert reason.replace("0 ", "") in forked.reason.replace("0 ", "").replace("1 ", ""), forked.reason
+    assert ("ValueError: broken" in ends[1].logs()) == ("ValueError" in code)
+
+
+def test_an_import_that_fails_is_told_by_each_rank(modules):
+    (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
+    handle = local.submit(job(modules, "pass", forks=True))
+    assert handle.wait(20).state is JobState.FAILED
+    assert all("No module named 'no_such_module_of_test'" in handle.logs(rank) for rank in (0, 1))
+
+
+def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
+    (modules / "crash").touch()
+    crash = "import time\nif os.environ['RANK'] == '0' and os.path.exists('crash'): os.remove('crash'); os.abort()"
+    steps = "from cluster.state import update_state; import pathlib; "
+    run = modules / "run-dir"
+    said = f"{steps}update_state(pathlib.Path({str(run)!r}), attempt=int(os.environ['KIT_ATTEMPT']), step=1)\n"
+    handle = local.submit(job(modules, f"{said}{crash}", forks=True))
+    done = handle.wait(20)
+    assert (done.state, done.attempt) == (JobState.DONE, 2), done
+    assert len((modules / "run").read_text().splitlines()) == 1
+    assert handle.logs(0, attempt=2)
+
+
+def test_forked_ranks_die_with_their_supervisor(modules):
+    handle = local.submit(job(modules, "import time; time.sleep(60)", forks=True))
+    assert eventually(lambda: handle.logs(1))
+    state = read_state(handle.run_dir)
+    assert state is not None and state.process is not None
+    ranks = child_pids(state.process.pid)
+    assert {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks} == {"rank 0", "rank 1"}
+    os.kill(state.process.pid, signal.SIGKILL)
+    assert eventually(lambda: not any(os.path.exists(f"/proc/{rank}") for rank in ranks))
+    assert eventually(lambda: handle.state is JobState.LOST)
