@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 
 from kit.engines.adamw import adamw
 from kit.engines.phases import Phases
+from kit.model.past import Past, has_document_kernel
 from kit.parallel.apply import build_decoders
 from kit.parallel.data import drop_gathered, prepare_backward
 from kit.parallel.gradients import clip, global_norm, group_parameters, local, reduce_tied, settle
@@ -52,8 +54,9 @@ class NativeEngine:
 
     def mask_documents(self, end: int) -> None:
         """Has no token look back behind the end of a document, which the token `end` is."""
+        has_kernel = has_document_kernel(self.device, self.plan.precision)
         for decoder in self.decoders:
-            decoder.document_end = end
+            decoder.within_documents = partial(Past.within_documents, end=end, has_kernel=has_kernel)
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
         """Returns the loss and the gradient norm before clipping, of the step that it makes."""

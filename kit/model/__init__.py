@@ -5,11 +5,11 @@ V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller 
 from tensors, not from the spec.
 """
 
-import dataclasses
 import hashlib
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from kit.model.cross_entropy import chunked_cross_entropy
-from kit.model.key_value_cache import KeyValueCache
+from kit.model.past import Past as Past
+from kit.model.past import attend_within_documents
 from kit.plan import Recompute
 from kit.spec import ModelSpec
 
@@ -43,35 +44,12 @@ SAVED = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
 """Results that selective recomputation keeps: the expensive ones, of matrix products, attention and sums over tensor
 ranks. All else in a block is computed again, and gathered: what sequence parallelism cuts, it cuts for its memory."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Past:
-    """What tokens may look at when that is not simply all earlier tokens of their row."""
-
-    positions_BT: Tensor
-    mask_BTS: Tensor  # True where a token may look: S tokens of the row, or of the cache
-    cache: KeyValueCache | None = None
-
-    @classmethod
-    def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
-        """Returns the view of new tokens at these positions: each sees the cache up to itself."""
-        slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
-        return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
-
-    @classmethod
-    def within_documents(cls, tokens_BT: Tensor, end: int) -> Self:
-        """Returns the view of tokens that see the earlier ones of their own document, which the token `end` closes."""
-        ends_BT = tokens_BT == end
-        document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (positions_T <= positions_T[:, None])
-        return cls(positions_BT=positions_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
 
 
 class Embedding(nn.Module):
@@ -104,7 +82,7 @@ class Attention(nn.Module):
         self.value = linear(spec.hidden_size, spec.num_kv_heads * spec.head_size)
         self.output = linear(spec.hidden_size, spec.hidden_size)
 
-    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: Past | None = None) -> Tensor:
         heads = (*x_BTH.shape[:2], -1, self.head_size)
         q_BNTD = self.query(x_BTH).view(heads).transpose(1, 2)
         k_BKTD = self.key(x_BTH).view(heads).transpose(1, 2)
@@ -112,7 +90,11 @@ class Attention(nn.Module):
         if rotary_2TD is not None:
             q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
         mask_B1TS = None
-        if past is not None:
+        if past is not None and past.begins_N is not None:
+            return self.output(
+                attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N).transpose(1, 2).flatten(2)
+            )
+        if past is not None and past.mask_BTS is not None:
             mask_B1TS = past.mask_BTS[:, None]
             if past.cache is not None:
                 k_BKTD, v_BKTD = past.cache.update(self, k_BKTD, v_BKTD, past.positions_BT, mask_B1TS.shape[-1])
@@ -152,7 +134,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(spec)
         self.recompute = recompute
 
-    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+    def forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: Past | None = None) -> Tensor:
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._forward(x_BTH, rotary_2TD, past)
         context = partial(create_selective_checkpoint_contexts, _selective_policy)
@@ -170,7 +152,7 @@ class Block(nn.Module):
         else:
             super().compile(*args, **options)
 
-    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: "Past | None" = None) -> Tensor:
+    def _forward(self, x_BTH: Tensor, rotary_2TD: Tensor | None, past: Past | None = None) -> Tensor:
         x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary_2TD, past=past)
         return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
 
@@ -216,7 +198,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(spec, recompute) for i in layers})
         self.norm = make_norm(spec) if last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if last else None
-        self.document_end: int | None = None  # the token behind which attention does not look back
+        self.within_documents: Callable[[Tensor], Past] | None = None  # what tokens see that see no other document
         self._rotary_2TD: Tensor | None = None
         self.tie()
 
@@ -243,8 +225,8 @@ class Decoder(nn.Module):
         rotary_2TD = self.rotary(length, x.device)
         if past is not None and rotary_2TD is not None:
             rotary_2TD = rotary_2TD[:, past.positions_BT, None].transpose(2, 3)  # [2, B, 1, T, D]
-        if past is None and self.document_end is not None:
-            past = Past.within_documents(x, self.document_end)  # positions go on, so the table is as without it
+        if past is None and self.within_documents is not None:
+            past = self.within_documents(x)  # positions go on, so the table is as without it
         if self.embedding is not None:
             x = self.embedding(x, None if past is None else past.positions_BT)
         for block in self.layers.values():

@@ -1,11 +1,15 @@
 """Attention that ends where a document does: each document as if it were alone, on one process and on several."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from kit.errors import ConfigError
-from kit.model import build_decoder
+from kit.model import Past, build_decoder
+from kit.model.past import document_begins, has_document_kernel
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -16,6 +20,50 @@ from tests.workers import run_ranks
 END = 0
 
 
+class PlainVarlen:
+    """torch's own operator, registered for CPUs, where it has no kernel: scores of each sequence written out."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scores(self, query, key, begins_N, window):
+        """Yields where a sequence lies, and its probabilities [N, T, T]."""
+        assert (begins_N.dtype, tuple(window)) == (torch.int32, (-1, 0))
+        for first, last in zip(begins_N.tolist(), begins_N.tolist()[1:], strict=False):
+            q, k = (x[first:last].transpose(0, 1) for x in (query, key))
+            scores = q @ k.repeat_interleave(len(q) // len(k), 0).mT / q.shape[-1] ** 0.5
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            yield slice(first, last), scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+    def forward(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest):
+        self.calls += 1
+        longest = int(cu_seq_q.diff().max())
+        assert cu_seq_q[-1] == len(query) and longest <= max_q == max_k and scale is None
+        out = torch.empty_like(query)
+        for place, p in self.scores(query, key, cu_seq_q, window_size):
+            v = value[place].transpose(0, 1).repeat_interleave(query.shape[1] // value.shape[1], 0)
+            out[place] = (p @ v).transpose(0, 1)
+        logsumexp = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+        return out, logsumexp, torch.zeros(2, dtype=torch.uint64)
+
+    def backward(self, grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, causal, rng, scale, window):
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        groups, root = query.shape[1] // key.shape[1], query.shape[-1] ** 0.5
+        for place, p in self.scores(query, key, cu_q, window):
+            dy, q = grad[place].transpose(0, 1), query[place].transpose(0, 1)
+            k, v = (x[place].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))
+            dp = dy @ v.mT
+            ds = p * (dp - (dp * p).sum(-1, keepdim=True)) / root
+            for x, gradient in zip(grads, (ds @ k, ds.mT @ q, p.mT @ dy), strict=True):
+                x[place] = gradient.unflatten(0, (x.shape[1], -1)).sum(1).transpose(0, 1)
+        return tuple(grads)
+
+
+PLAIN = PlainVarlen()
+for operator, plain in ((varlen._varlen_attn, PLAIN.forward), (varlen._varlen_attn_backward, PLAIN.backward)):
+    operator.register_kernel("cpu")(plain)  # type: ignore[attr-defined]
+
+
 def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(1, spec.vocab_size, (1, length), generator=generator) for length in lengths]
@@ -24,8 +72,9 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
     return texts
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_each_document_as_if_alone(llama_spec, recompute):
+def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     """Its logits and its gradients: rotary positions are relative, so where it begins changes nothing."""
     spec = llama_spec.replace(tied_embeddings=False)
     texts = documents(spec, (5, 1, 7, 3))
@@ -34,14 +83,38 @@ def test_each_document_as_if_alone(llama_spec, recompute):
     alone.square().sum().backward()
     wanted = [parameter.grad.clone() for parameter in decoder.parameters()]
     decoder.zero_grad()
-    decoder.document_end = END
+    decoder.within_documents = partial(Past.within_documents, end=END, has_kernel=kernel)
+    before = PLAIN.calls
     together = decoder(torch.cat(texts, dim=1))
     together.square().sum().backward()
+    calls = {"none": 1, "selective": 1, "full": 2}[recompute] * spec.num_layers  # a policy keeps what it gave
+    assert PLAIN.calls - before == (calls if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
-    decoder.document_end = None
+    decoder.within_documents = None
     assert (decoder(torch.cat(texts, dim=1)) - alone).abs().max() > 1e-3, "without the mask they see each other"
+
+
+def test_documents_begin_after_an_end_and_with_each_row():
+    rows = torch.tensor([[5, 0, 7, 8], [0, 0, 3, 0], [4, 4, 4, 4]])
+    assert document_begins(rows, END).tolist() == [0, 2, 4, 5, 6, 8, 12, 12]
+    assert document_begins(torch.ones(1, 6, dtype=torch.long), END).tolist() == [0, 6]
+    assert len({len(document_begins(torch.randint(0, 9, (4, 64)), END)) for _ in range(20)}) <= 2, (
+        "few sizes to compile for"
+    )
+
+
+def test_the_kernel_is_taken_on_gpus_of_nvidia_alone(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert (
+        has_document_kernel(gpu, "bf16")
+        and not has_document_kernel(gpu, "fp32")
+        and not has_document_kernel(torch.device("cpu"), "bf16")
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert not has_document_kernel(gpu, "bf16")
 
 
 def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:

@@ -1,0 +1,69 @@
+"""What tokens may look at when that is not simply all earlier tokens of their row, and attention within documents."""
+
+import dataclasses
+import inspect
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from kit.model.key_value_cache import KeyValueCache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Past:
+    """What tokens may look at when that is not simply all earlier tokens of their row."""
+
+    positions_BT: Tensor
+    mask_BTS: Tensor | None  # True where a token may look: S tokens of the row, or of the cache
+    begins_N: Tensor | None = None  # or where documents begin, as of `document_begins`
+    cache: KeyValueCache | None = None
+
+    @classmethod
+    def cached(cls, cache: KeyValueCache, positions_BT: Tensor) -> Self:
+        """Returns the view of new tokens at these positions: each sees the cache up to itself."""
+        slots_S = torch.arange(int(positions_BT.max()) + 1, device=positions_BT.device)
+        return cls(positions_BT=positions_BT, mask_BTS=slots_S <= positions_BT[..., None], cache=cache)
+
+    @classmethod
+    def within_documents(cls, tokens_BT: Tensor, end: int, has_kernel: bool = False) -> Self:
+        """Returns the view of tokens that see the earlier ones of their own document, which the token `end` closes."""
+        if has_kernel:
+            positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand(tokens_BT.shape)
+            return cls(positions_BT=positions_BT, mask_BTS=None, begins_N=document_begins(tokens_BT, end))
+        ends_BT = tokens_BT == end
+        document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        mask_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (positions_T <= positions_T[:, None])
+        return cls(positions_BT=positions_T.expand(tokens_BT.shape), mask_BTS=mask_BTT)
+
+
+def has_document_kernel(device: torch.device, precision: str) -> bool:
+    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs, from torch 2.12 on, not in fp32."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and precision != "fp32" and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
+    """Returns where documents begin in rows that are put one behind the other, and the length of all, int32.
+
+    A row begins one, and so does what follows the token `end`. Empty documents at the end make the number of entries a
+    power of two, so that a compiled block meets few sizes.
+    """
+    begins_BT = tokens_BT.roll(1, dims=1) == end
+    begins_BT[:, 0] = True
+    found_N = begins_BT.flatten().nonzero()[:, 0].int()
+    entries = 1 << len(found_N).bit_length()
+    return F.pad(found_N, (0, entries - len(found_N)), value=tokens_BT.numel())
+
+
+def attend_within_documents(q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, begins_N: Tensor) -> Tensor:
+    """Returns y_BNTD: each token attended to itself and earlier ones of its document; no mask is written."""
+    num_rows, num_heads, length, _ = q_BNTD.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
+    grouped, causal = num_heads != k_BKTD.shape[1], (-1, 0)
+    y = varlen_attn(q, k, v, begins_N, begins_N, length, length, window_size=causal, enable_gqa=grouped)
+    assert isinstance(y, Tensor)  # and no second result, which was not asked for
+    return y.unflatten(0, (num_rows, length)).transpose(1, 2)
