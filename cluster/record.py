@@ -39,6 +39,11 @@ def kit_command(*words: str | os.PathLike[str]) -> str:
     return shlex.join(["kit", *(os.fspath(word) for word in words)])
 
 
+def config_folder() -> Path:
+    """Returns where this user's configuration of the kit is, or would be."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kit"
+
+
 def field_doc(text: str, **kwargs: Any) -> Any:
     """Returns a dataclass field that carries its one-line meaning (shown by `_repr_html_` and `kit` help)."""
     return dataclasses.field(metadata={"doc": text}, **kwargs)

@@ -66,13 +66,12 @@ def _mirrored(run_dir: Path) -> JobStatus:
     seen, trouble = mirror.look(run_dir)
     if seen is None:
         return JobStatus(state=JobState.QUEUED, reason=trouble or "nothing heard yet", attempt=last_attempt(run_dir))
-    status, age_s = JobStatus.from_dict(seen.status), max(0.0, time.time() - seen.time)
+    status, age_s = JobStatus.from_dict(seen.status), seen.age_s
     if status.heartbeat_age_s is not None and not status.state.is_final:
         status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
     if not trouble and age_s < 3 * mirror.INTERVAL_S:
         return status
-    age = f"{age_s:.0f} s" if age_s < 120 else f"{age_s / 60:.0f} min" if age_s < 7200 else f"{age_s / 3600:.0f} h"
-    return status.replace(reason=f"{status.reason}; as of {age} ago{f': {trouble}' if trouble else ''}")
+    return status.replace(reason=f"{status.reason}; as of {seen.age} ago{f': {trouble}' if trouble else ''}")
 
 
 def is_alive(state: RunState | None) -> bool | None:

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from kit.measure.gemm import measured_site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.alarm import find_alarm
+from kit.run.alarm import find_alarm, start_watcher
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
@@ -82,7 +81,7 @@ def launch(
             )
         submit(run, time_limit_s)
     if alarm:
-        _start_watcher(run)
+        start_watcher(run.directory)
     return run
 
 
@@ -141,20 +140,6 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
         time_limit_s=time_limit_s,
     )
-
-
-def _start_watcher(run: Run) -> None:
-    """Starts `kit.monitor.watcher` beside a job; where that is not possible, the job goes on without an alarm."""
-    folder = run.directory / "monitor"
-    command = [sys.executable, "-m", "kit.monitor.watcher", str(run.directory)]
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        with (folder / "watcher.log").open("ab") as log:
-            # Through a shell that ends at once: a notebook's kernel, which lives for days, is nobody's parent.
-            subprocess.run(
-                ["/bin/sh", "-c", '"$@" &', "sh", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, check=False,
-            )  # fmt: skip
 
 
 @contextlib.contextmanager

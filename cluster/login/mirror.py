@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from cluster.login.connection import NoConnectionError, ssh
-from cluster.record import Record, field_doc, write_atomic
+from cluster.record import Record, config_folder, field_doc, write_atomic
 from cluster.state import JobError, read_record
 
 MIRROR, SEEN = "login.json", "login_seen.json"
@@ -84,10 +84,9 @@ class Mirror(Record):
 
 def _seal(*words: str) -> str:
     """Returns a keyed hash; the key, made at first use, is this user's on this machine."""
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kit"
-    file = folder / "login.key"
+    file = config_folder() / "login.key"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         with (
             contextlib.suppress(FileExistsError),
             open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as new,
@@ -103,6 +102,20 @@ class Seen(Record):
     time: float = field_doc("unix time here")
     status: dict[str, Any] = field_doc("JobStatus as the other side knew it")
     versions: dict[str, int] = field_doc("checksums of small files that came", default_factory=dict)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since then."""
+        return max(0.0, time.time() - self.time)
+
+    @property
+    def age(self) -> str:
+        """The same for people."""
+        seconds = self.age_s
+        for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
+            if seconds >= least * size:
+                return f"{seconds / size:.0f} {unit}"
+        return f"{seconds:.0f} s"
 
 
 def mirror_of(run_dir: Path) -> Mirror | None:

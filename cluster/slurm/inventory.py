@@ -7,29 +7,18 @@ Source of the formats: https://slurm.schedmd.com/sinfo.html, https://slurm.sched
 """
 
 import dataclasses
-import json
-import math
 import re
 from collections.abc import Callable, Sequence
 
+from cluster import devices
+from cluster.devices import SLICE, Gpus, word
 from cluster.record import ConfigError, suggestion
-from cluster.site import DTYPES, Device, Fact, Site
 from cluster.state import JobError
 
 Ask = Callable[[Sequence[str]], str]
 """Runs a command where Slurm is and returns what it prints; raises JobError."""
 SINFO = ("sinfo", "--noheader", "--exact", "--noconvert", "--format=%P|%D|%c|%m|%l|%s|%G")
 CONFIG = ("scontrol", "show", "config")
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-KNOWN = {"gb300": ["gb300-nvl72"], "gb200": ["gb200-nvl72"], "h100": ["dgx-h100"], "mi250": ["frontier"],
-         "a100": ["selene", "perlmutter"]}  # fmt: skip
-"""Packaged sites with a device of this name, which differ in its memory."""
-SLICE = re.compile(r"\dg\.\d+gb", re.IGNORECASE)
-"""Of a GPU that is cut by MIG, as NVIDIA names them: 3g.20gb."""
-OTHERS = re.compile(r"pcie|nvl\b|_nvl|mig|" + SLICE.pattern, re.IGNORECASE)
-"""Models and slices that share the name of a packaged site's device, and are slower."""
-SAME_MEMORY = 0.06
-"""Relative; what nvidia-smi reports lacks what the driver keeps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,52 +118,37 @@ def settings_of(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
-def device_of(gpu: str, memory_bytes: float | None) -> tuple[Device | None, str]:
-    """Returns a packaged site's device of that name, of that memory where it is known, and that site's name."""
-    for word, sites in KNOWN.items() if not OTHERS.search(gpu) else ():
-        if word in re.sub(r"[^a-z0-9]", "", gpu.lower()):
-            for name in sites:
-                device = Site.load(name).device
-                held = device.memory_bytes.value if device.memory_bytes else math.nan
-                if memory_bytes is None or abs(memory_bytes / held - 1) < SAME_MEMORY:
-                    return (device if memory_bytes or len(sites) == 1 else device.replace(memory_bytes=None)), name
-            return Site.load(sites[0]).device.replace(memory_bytes=None, memory_bytes_per_s=None), sites[0]
-    return None, ""
-
-
-def probe(ask: Ask, nodes: Nodes) -> tuple[str, float] | None:
-    """Returns name and memory in bytes of a GPU, by a job of one minute with nvidia-smi; None if that says nothing."""
-    job = ("srun", f"--partition={nodes.partition}", "--nodes=1", "--ntasks=1", "--time=1", "--gres=gpu:1")
-    return gpu_of(ask((*job, *NVIDIA_SMI)))
-
-
-def gpu_of(text: str) -> tuple[str, float] | None:
-    """Returns name and memory of the first line of `NVIDIA_SMI`, whose MiB have no unit."""
-    name, comma, memory = (text.strip().splitlines() or [""])[0].rpartition(",")
-    return (name.strip(), float(memory) * 2**20) if comma and memory.strip().isdigit() else None
+def probe(ask: Ask, nodes: Nodes, account: str | None = None) -> Gpus | None:
+    """Returns what a tool of the vendor says of a node's GPUs, by a job of one minute; None if none knows them."""
+    job = ["srun", f"--partition={nodes.partition}", "--nodes=1", "--ntasks=1", "--time=1", "--gres=gpu:1"]
+    return devices.gpus_of(ask([*job, *([f"--account={account}"] if account else []), *devices.ASK]))
 
 
 def site_text(
-    nodes: Nodes, settings: dict[str, str], *, seen: tuple[str, float] | None = None, login: str | None = None
+    nodes: Nodes,
+    settings: dict[str, str],
+    *,
+    seen: Gpus | None = None,
+    login: str | None = None,
+    account: str | None = None,
 ) -> str:
     """Returns the site file of some nodes, which `Site.load` takes; `seen` is what `probe` has returned."""
-    gpu = seen[0] if seen else nodes.gpu
-    device, packaged = device_of(gpu, seen[1] if seen else None)
+    gpu = seen.name if seen else nodes.gpu
     name = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
     what = f"{nodes.gpus} x {gpu or 'GPU'}" if nodes.gpus else f"{nodes.cpus} cores"
     lines = [
         f"# Made from what {name} says of itself. Look at each line that says EDIT, then at the rest.",
-        f"name = {_word(name)}",
-        f"description = {_word(f'{name}, partition {nodes.partition}: {nodes.count} nodes with {what}')}",
+        f"name = {word(name)}",
+        f"description = {word(f'{name}, partition {nodes.partition}: {nodes.count} nodes with {what}')}",
         'scheduler = "slurm"',
         f"devices_per_node = {nodes.gpus or nodes.cpus}",
         *_login(login),
         "",
-        *_device(nodes, gpu, device, packaged, seen),
+        *(devices.device_lines(seen, nodes.gpu) if nodes.gpus else _cores(nodes)),
         "",
         "# EDIT: [links] from your system's documentation, or by `kit bench site` in a job; price_per_node_hour",
         "",
-        *_slurm(nodes, settings),
+        *_slurm(nodes, settings, account),
     ]
     return "\n".join(lines) + "\n"
 
@@ -183,7 +157,7 @@ def _login(login: str | None) -> list[str]:
     if login is None:
         return []
     return [
-        f"login = {_word(login)}",
+        f"login = {word(login)}",
         "",
         "[there]",
         'python = "/EDIT/bin/python"   # EDIT: of an environment there with the packages of requirements/',
@@ -192,37 +166,23 @@ def _login(login: str | None) -> list[str]:
     ]
 
 
-def _device(nodes: Nodes, gpu: str, device: Device | None, packaged: str, seen: tuple[str, float] | None) -> list[str]:
-    lines = ["[device]"]
-    if not nodes.gpus:
-        memory = Fact(value=nodes.memory_bytes / nodes.cpus, source="sinfo: memory of a node over its cores")
-        return [*lines, 'name = "one CPU core"', f"memory_bytes = {_fact(memory)}"]
-    if device is None:
-        return [
-            *lines, f"name = {_word(gpu if 'NVIDIA' in gpu else f'GPU {gpu}'.strip())}   # EDIT: the vendor's name",
-            *([f"memory_bytes = {_fact(Fact(value=seen[1], source='nvidia-smi'))}"] if seen else
-              ['# EDIT: memory_bytes = { value = 0, source = "data sheet" }']),
-            '# EDIT: [device.peak_flops_per_s] with bf16 = { value = 0, source = "data sheet, dense" }',
-        ]  # fmt: skip
-    origin = "nvidia-smi" if seen else f"GRES says {nodes.gpu!r}"
-    lines.append(f"# {origin}; the facts are those of site {packaged!r}. EDIT: compare with your data sheet.")
-    lines.append(f"name = {_word(device.name)}")
-    for field in ("memory_bytes", "memory_bytes_per_s"):
-        fact = getattr(device, field)
-        lines.append(f"{field} = {_fact(fact)}" if fact else f"# EDIT: {field}, which models of this name differ in")
-    if device.watts:
-        lines.append(f"watts = {_fact(device.watts)}")
-    lines += ["", "[device.peak_flops_per_s]"]
-    peaks = device.peak_flops_per_s
-    return lines + [f"{dtype} = {_fact(peaks[dtype])}" for dtype in DTYPES if dtype in peaks]
+def _cores(nodes: Nodes) -> list[str]:
+    told = '", source = "sinfo: memory of a node over its cores" }'
+    return [
+        "[device]",
+        'name = "one CPU core"',
+        f"memory_bytes = {{ value = {nodes.memory_bytes / nodes.cpus:.10g}{told[1:]}",
+    ]
 
 
-def _slurm(nodes: Nodes, settings: dict[str, str]) -> list[str]:
-    lines = ["[slurm]", f"partition = {_word(nodes.partition)}"]
-    if settings.get("AccountingStorageEnforce", "none").lower() not in ("none", "0", "(null)"):
+def _slurm(nodes: Nodes, settings: dict[str, str], account: str | None) -> list[str]:
+    lines = ["[slurm]", f"partition = {word(nodes.partition)}"]
+    if account:
+        lines.append(f"account = {word(account)}")
+    elif settings.get("AccountingStorageEnforce", "none").lower() not in ("none", "0", "(null)"):
         lines.append('account = "EDIT"   # EDIT: your project; `sacctmgr show associations user=$USER format=account`')
     if nodes.gpus:
-        lines.append(f"gpus_per_node = {_word(':'.join([*filter(None, [nodes.gpu]), str(nodes.gpus)]))}")
+        lines.append(f"gpus_per_node = {word(':'.join([*filter(None, [nodes.gpu]), str(nodes.gpus)]))}")
         lines.append(f"cpus_per_task = {max(1, nodes.cpus // nodes.gpus)}")
     if "MEMORY" in settings.get("SelectTypeParameters", "").upper():
         lines.append('sbatch_options = ["--mem=0"]   # all of a node: memory is dealt out here, by default a part')
@@ -232,11 +192,3 @@ def _slurm(nodes: Nodes, settings: dict[str, str]) -> list[str]:
     if nodes.max_hours:
         lines += ["", "[[slurm.walltime]]", f"max_hours = {nodes.max_hours:g}"]
     return lines
-
-
-def _word(text: str) -> str:
-    return json.dumps(text)
-
-
-def _fact(fact: Fact) -> str:
-    return f"{{ value = {fact.value:.10g}, source = {_word(fact.source)} }}"

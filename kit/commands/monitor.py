@@ -145,7 +145,7 @@ def alarm(
 ) -> None:
     """Send the alerts of a run to a person, by the command or the webhook of your configuration.
 
-    `kit launch` starts this by itself where an alarm is set.
+    `kit launch` and `kit import --follow` start this by themselves where an alarm is set.
     """
     from kit.monitor.actions import try_alarm
     from kit.monitor.watcher import watch_over

@@ -1,5 +1,6 @@
 """Commands on site files: site init."""
 
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cluster import devices
 from cluster.login.connection import ssh
 from cluster.record import ConfigError, write_atomic
 from cluster.scheduler import EDIT
@@ -32,8 +34,10 @@ def init(
     ] = None,
     login: Annotated[str | None, typer.Option(help="ask there: a name of ~/.ssh/config")] = None,
     probe: Annotated[bool, typer.Option("--probe", help="ask a compute node too, by a job of one minute")] = False,
+    account: Annotated[str | None, typer.Option(help="that jobs are charged to, the probe too")] = None,
+    local: Annotated[bool, typer.Option("--local", help="of this machine alone: its GPUs, or its cores")] = False,
 ) -> None:
-    """Write a first site file from what a cluster says of itself, with EDIT where nobody there can know."""
+    """Write a first site file from what a cluster or this machine says, with EDIT where nobody there can know."""
     if out.suffix != ".toml" or out.exists():
         raise ConfigError(
             f"{out}: {'is there already' if out.exists() else 'is no .toml'}. Give a new file, NAME.toml."
@@ -42,21 +46,34 @@ def init(
     def ask(words: Sequence[str]) -> str:
         return _run(words) if login is None else ssh(login, _in_a_login_shell(words), timeout_s=TIMEOUT_S).decode()
 
+    if local:
+        given = {"--partition": partition, "--login": login, "--probe": probe, "--account": account}
+        if unfit := [name for name, value in given.items() if value]:
+            raise ConfigError(f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out.")
+        _finish(out, devices.local_text(devices.gpus_of(ask(devices.ASK)), os.uname().nodename.partition(".")[0]))
+        return
     found = inventory.nodes_of(ask(inventory.SINFO))
     if not found:
         raise JobError("sinfo names no nodes here. Are you on a login node of the cluster? Or give --login NAME.")
     nodes = inventory.choose(found, partition)
-    seen = inventory.probe(ask, nodes) if probe and nodes.gpus else None
-    text = inventory.site_text(nodes, inventory.settings_of(ask(inventory.CONFIG)), seen=seen, login=login)
+    seen = inventory.probe(ask, nodes, account) if probe and nodes.gpus else None
+    told = inventory.settings_of(ask(inventory.CONFIG))
+    others = sorted({each.partition for each in found} - {nodes.partition})
+    _finish(out, inventory.site_text(nodes, told, seen=seen, login=login, account=account), others)
+
+
+def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
+    """Writes a site file and says what is left to do."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
-    site, others = Site.load(str(out)), sorted({each.partition for each in found} - {nodes.partition})
+    site = Site.load(str(out))
     console = PlainConsole(soft_wrap=True)
     console.print(f"{out}: {site.description}" + (f". Other partitions: {', '.join(others)}" if others else ""))
     for number, line in enumerate(text.splitlines(), start=1):
         if EDIT in line:
             console.print(f"  line {number}: {line}", highlight=False)
-    hint("Then look at a job of it:", "launch", "runs/first", "--site", out, "--show")
+    show = ("--show",) if site.scheduler == "slurm" else ()
+    hint("Then a job of it:" if not show else "Then look at a job of it:", "launch", "runs/first", "--site", out, *show)
 
 
 def _in_a_login_shell(words: Sequence[str]) -> str:
@@ -69,7 +86,7 @@ def _run(words: Sequence[str]) -> str:
     except FileNotFoundError as error:
         raise JobError(
             f"{words[0]} is not here, so this is no machine with Slurm. Run this on a login node, or give --login "
-            f"NAME; this machine alone is site laptop, which needs no file."
+            f"NAME; this machine alone is site laptop, which needs no file, or --local, which makes one."
         ) from error
     except subprocess.TimeoutExpired as error:
         raise JobError(f"`{shlex.join(words)}` did not answer within {TIMEOUT_S:g} s.") from error

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from cluster.login.mirror import SEEN, Seen
 from cluster.record import ConfigError
-from cluster.state import JobError
+from cluster.state import JobError, read_record
 from kit.errors import RunError, kit_command
 from kit.monitor.figure import smooth
 from kit.run import Run
@@ -40,12 +41,13 @@ class RunsTable:
 
     @property
     def columns(self) -> list[str]:
-        """The columns worth showing."""
-        return [*LIVE_COLUMNS, *self.settings]
+        """The columns worth showing: how old what is known is, where a run is elsewhere."""
+        heard = ["heard"] if any("heard" in row for row in self.rows) else []
+        return [*LIVE_COLUMNS, *heard, *self.settings]
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows with the shown columns, the reason of the state and the directory, for JSON."""
-        names = [*self.columns, "reason", "directory"]
+        names = [*self.columns, "heard_s", "reason", "directory"]
         return [{name: row.get(name) for name in names} for row in self.rows]
 
     def _repr_html_(self) -> str:
@@ -108,6 +110,8 @@ def live_row(run: Run) -> dict[str, Any]:
     except JobError:
         state, reason = "not started", "no job was submitted for it"
     row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
+    if run.is_mirror and (seen := read_record(Seen, run.directory / SEEN)):
+        row |= {"heard": f"{seen.age} ago", "heard_s": seen.age_s}
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
@@ -153,7 +157,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
 
 def heading(column: str) -> str:
     """Returns the name of a column as people read it: of a setting its last part."""
-    named = {"num_steps": "of steps", "tokens_per_s": "tokens/s", "mfu": "MFU", "spec.name": "model"}
+    named = {"num_steps": "of steps", "heard": "as of", "tokens_per_s": "tokens/s", "mfu": "MFU", "spec.name": "model"}
     return named.get(column) or column.rpartition(".")[2].replace("_", " ")
 
 

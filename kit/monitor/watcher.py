@@ -1,7 +1,7 @@
 """The watcher: one process beside a run that looks for alerts where no browser does, and sends the user's alarm.
 
-    python -m kit.monitor.watcher RUN       what `kit launch` and `kit resume` start where an alarm is set
-    kit alarm RUN                           the same in the foreground, for any run, on any machine that sees it
+    python -m kit.monitor.watcher RUN   what `kit launch`, `resume` and `import --follow` start where an alarm is set
+    kit alarm RUN                       the same in the foreground, for any run, on any machine that sees it
 
 It runs where the job was submitted, in a session of its own: a job that fails, stalls or is lost with its node is told
 of too, compute nodes need no way out, and neither training nor a view waits for it. It ends with the job.

@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import tomllib
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.record import ConfigError, Record, cut, field_doc
+from cluster.record import ConfigError, Record, config_folder, cut, field_doc
 
 DEADLINE_S = 10.0
 """For the whole of a message, from the name look-up to the answer."""
@@ -39,8 +40,7 @@ class Settings(Record):
 
 def config_file() -> Path:
     """Returns where the user's configuration is, or would be."""
-    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-    return Path(folder) / "kit" / "config.toml"
+    return config_folder() / "config.toml"
 
 
 def find_alarm() -> str | None:
@@ -70,6 +70,20 @@ def find_alarm() -> str | None:
         told = "is no http:// or https:// address with a host. Give one, or a command of sh."
         raise ConfigError(f"{where}: the alarm, a {scheme}:// address, {told}")
     return alarm
+
+
+def start_watcher(run_dir: Path) -> None:
+    """Starts `kit.monitor.watcher` beside a run; where that is not possible, it goes on without an alarm."""
+    folder = run_dir / "monitor"
+    command = [sys.executable, "-m", "kit.monitor.watcher", str(run_dir)]
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with (folder / "watcher.log").open("ab") as log:
+            # Through a shell that ends at once: a notebook's kernel, which lives for days, is nobody's parent.
+            subprocess.run(
+                ["/bin/sh", "-c", '"$@" &', "sh", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, check=False,
+            )  # fmt: skip
 
 
 def describe_alarm(alarm: str) -> str:

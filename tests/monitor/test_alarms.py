@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.state import JobState
-from kit import launcher
 from kit.commands.app import app
 from kit.monitor import watcher as watching
 from kit.monitor.actions import Actions
@@ -192,7 +191,7 @@ def test_the_launcher_s_watcher_tells_of_a_lost_job_when_nobody_looks(tmp_path: 
     say(run, JobState.RUNNING, step=20, process=dead_process())
     monkeypatch.setenv("KIT_ALARM", f"cat > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/told")
     started = time.monotonic()
-    launcher._start_watcher(run)
+    alarm.start_watcher(run.directory)
     assert time.monotonic() - started < 2, "it is not waited for"
     deadline = time.monotonic() + 60
     while not (tmp_path / "told").exists() and time.monotonic() < deadline:

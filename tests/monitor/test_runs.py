@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import cluster
-from cluster.job import JobSpec
+from cluster.job import JobSpec, JobStatus
+from cluster.login.mirror import Mirror, Seen
 from cluster.site import Site
 from cluster.state import JobState, update_state
 from kit.errors import RunError
@@ -58,6 +59,20 @@ def test_states_are_live_and_only_differing_settings_are_columns(tmp_path: Path)
     new = next(row for row in table.to_dicts() if row["run"] == "new")
     assert (new["step"], new["num_steps"], new["plan.data_parallel"]) == (40, 80, 2)
     assert new["loss"] == pytest.approx(6.0) and new["tokens_per_s"] == pytest.approx(4096) and 0 < new["mfu"] < 1
+
+
+def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path: Path) -> None:
+    make(tmp_path / "here")
+    assert "heard" not in runs_table(tmp_path).columns
+    there = make(tmp_path / "there").directory
+    Mirror(login="far", python="python", source="/", directory="/run", seal="of another").write(there / "login.json")
+    status = JobStatus(state=JobState.RUNNING, reason="step 40", attempt=1)
+    Seen(time=time.time() - 7300, status=status.to_dict()).write(there / "login_seen.json")
+    JobSpec(name="r", run_dir=str(there), argv=("x",), num_processes=1).write(there / "job.json")
+    table = runs_table(tmp_path)
+    here, far = table.to_dicts()
+    assert (here["heard"], far["heard"], far["state"]) == (None, "2 h ago", "running") and 7300 <= far["heard_s"] < 7400
+    assert "<th>as of</th>" in table._repr_html_() and "somebody else made this mirror" in far["reason"]
 
 
 def test_name_of_a_model_stands_for_its_shapes(tmp_path: Path) -> None:
