@@ -23,11 +23,11 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Three at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
+# Three at a time, the longest first, then what fills the gaps; the faults mostly wait (for lost nodes to be noticed).
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j3 \
-	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-launching check
+	    pytest-notebooks pytest-rest pytest-ranks pytest-faults pytest-launching check
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
@@ -59,9 +59,9 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 	$(BIN)/python -m tests.benchmarks
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/
-	$(BIN)/python -m pytest -q tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
+	$(BIN)/python -m pytest -q --thorough tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
 	    tests/cluster/test_beats.py tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
-	$(BIN)/python -m pytest -q --thorough -m thorough
+	$(BIN)/python -m pytest -q --thorough -m thorough --ignore tests/cluster/test_faults.py
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

@@ -4,9 +4,10 @@
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from kit.engines import build_engine
@@ -37,6 +38,11 @@ def make_plan(changes: dict[str, Any], engine: str = "native") -> Plan:
     return Plan.from_dict(
         {"micro_batch_size": micro_batch_size, "global_batch_size": BATCH, "engine": engine, **changes}
     )
+
+
+def some_thorough(layouts: Iterable[str], thorough: Collection[str]) -> list:
+    """Returns parameters of a test: names of layouts, some of which are trained with --thorough only."""
+    return [pytest.param(name, marks=pytest.mark.thorough if name in thorough else ()) for name in layouts]
 
 
 def fit(spec: ModelSpec, plan: Plan) -> ModelSpec:

@@ -102,6 +102,7 @@ def test_run_directory_holds_the_contract(unbroken):
     assert json.loads((unbroken.directory / "env.json").read_text())["torch"]
 
 
+@pytest.mark.thorough  # as tests/faults/test_killed.py, through supervisor and resume
 def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(unbroken, spec, recipe, tmp_path):
     run = kit.launch(tmp_path / "killed", spec=spec, plan=DP2, recipe=recipe)
     step = random.randint(1, STEPS - 15)

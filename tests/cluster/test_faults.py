@@ -307,6 +307,7 @@ def test_launches_leave_nothing_behind(request, sandbox, site, tmp_path):
 # With the real trainer ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(sandbox, site, spec, recipe, tmp_path):
     """Two nodes of two processes: one rank is killed, then the job is preempted; it comes back both times."""
     recipe = recipe.replace(num_steps=50, checkpoint_every=10)

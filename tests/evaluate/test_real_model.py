@@ -72,6 +72,7 @@ def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bo
     assert len({round(value, 2) for value, _ in found}) > 0.8 * len(found), "items must differ to mean anything"
 
 
+@pytest.mark.thorough
 def test_items_of_smollm2_have_their_pinned_log_likelihoods(of_smollm2) -> None:
     pinned = json.loads(PINNED.read_text())
     for name in TASKS:

@@ -1,7 +1,5 @@
 """Every layout must train as one process does: ten steps, loss and gradient norm within 1e-5."""
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,19 @@ from kit.engines.native import NativeEngine
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.parity import ALL, BATCH, RECIPE, TOLERANCE, batches, check_bf16, differences, fit, make_plan, train
+from tests.parity import (
+    ALL,
+    BATCH,
+    RECIPE,
+    TOLERANCE,
+    batches,
+    check_bf16,
+    differences,
+    fit,
+    make_plan,
+    some_thorough,
+    train,
+)
 from tests.workers import run_ranks
 
 PP2 = {"pipeline_parallel": 2}
@@ -49,18 +59,13 @@ LAYOUTS = {
     "TP2 x PP2 x DP2, SP, ZeRO 2, ZBV": {**ALL, **ZBV, "sequence_parallel": True, "zero_stage": 2},
 }
 GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
+EIGHT = tuple(name for name, changes in LAYOUTS.items() if make_plan(changes).num_devices == 8)
 IN_FP32 = ("TP2 x PP2 x DP2, SP, ZeRO 1", "TP2 x PP2 x DP2, ZeRO 3, interleaved")
-IN_ANY = IN_FP32[:1]
-"""Of those of eight ranks, which cost most, the ones that `make test` trains; `make faults` trains all."""
-
-
-def cheap(layouts: Iterable[str], of_eight: tuple[str, ...]) -> list:
-    """Returns parameters of a test: layouts of eight ranks are thorough, but for these."""
-    ranks = {name: make_plan(LAYOUTS[name]).num_devices for name in layouts}
-    return [
-        pytest.param(name, marks=pytest.mark.thorough if ranks[name] == 8 and name not in of_eight else ())
-        for name in layouts
-    ]
+IN_BF16 = (
+    "TP2 + SP, recompute full", "DP2, ZeRO 1", "DP2, ZeRO 2", "DP2, ZeRO 3", "DP4, ZeRO 3 over 2", "PP2, interleaved",
+    "PP2, ZBV", "PP2 x DP2, ZeRO 3", "TP2 x PP2 x DP2, SP, ZeRO 1",
+)  # fmt: skip
+"""What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
 
 
 def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
@@ -70,20 +75,20 @@ def compare(layout: dict, spec: ModelSpec, native_run) -> dict[str, float]:
     return differences(run_ranks(plan.num_devices, train, spec, plan), native_run(spec))
 
 
-@pytest.mark.parametrize("layout", cheap(LAYOUTS, IN_FP32))
+@pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*EIGHT} - {*IN_FP32}))
 def test_llama_layout_equals_one_process(layout, llama_spec, native_run, record_property):
     found = compare(LAYOUTS[layout], llama_spec, native_run)
     record_property("differences", found)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("layout", cheap(GPT_LAYOUTS, IN_ANY))
+@pytest.mark.parametrize("layout", some_thorough(GPT_LAYOUTS, EIGHT))
 def test_gpt_layout_with_tied_embeddings_equals_one_process(layout, gpt_spec, native_run):
     found = compare(LAYOUTS[layout], gpt_spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
 
 
-@pytest.mark.parametrize("layout", cheap(LAYOUTS, IN_ANY))
+@pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*LAYOUTS} - {*IN_BF16}))
 def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
     check_bf16(LAYOUTS[layout], "native", llama_spec, one_process)
 
