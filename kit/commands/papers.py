@@ -37,18 +37,20 @@ def figures(
     tell({name: title for name, _, title in rows}, as_json, table)
 
 
-def draw_paper_figure(name: str, out: Path | None, runs: Sequence[Path], as_json: bool) -> None:
+def draw_paper_figure(
+    name: str, out: Path | None, runs: Sequence[Path], as_json: bool, points: Path | None = None
+) -> None:
     """Draws a figure of a paper to a file (default: NAME.png here), and writes its table to a .csv beside it.
 
-    What the paper prints as a table is written to a .csv only (default: NAME.csv); `out` may name one for a figure too.
-    What was given and is not drawn is told on standard error.
+    `points` is a file of the paper's own points. What the paper prints as a table is written to a .csv only (default:
+    NAME.csv); `out` may name one for a figure too. What was given and is not drawn is told on standard error.
     """
     from kit.show import table
     from kit.show.style import check_picture, save_figure
 
     only_table = out is not None and out.suffix.lower() == ".csv"
     file = out if out and only_table else check_picture(out or Path(f"{name}.png"))
-    drawn, rows = paper_figure(name).draw(runs)
+    drawn, rows = paper_figure(name).draw(runs, points=points)
     if isinstance(drawn, table.Table) and not only_table:
         if out is not None:
             raise ConfigError(f"--out {out}: {name} is a table. Name a .csv file.")

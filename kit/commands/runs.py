@@ -151,6 +151,8 @@ def figure(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="file (.png, .svg, .pdf); default: RUN/figure.png")] = None,
     own: Annotated[list[Path] | None, typer.Option("--run", help="with a paper's figure: your runs, added")] = None,
+    points: Annotated[Path | None, typer.Option(help="with a paper's figure: a CSV of its points, digitised")] = None,
+    points_template: Annotated[bool, typer.Option("--points-template", help="print such a CSV to fill in")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Draw loss and MFU of a run, or a figure of a paper by its name (`kit figures` lists them)."""
@@ -161,12 +163,16 @@ def figure(
     if str(run) in FIGURES:
         from kit.commands.papers import draw_paper_figure
 
-        return draw_paper_figure(str(run), out, own or (), as_json)
+        if points_template:
+            return print(FIGURES[str(run)].points_template(str(run), own or ()), end="")
+        return draw_paper_figure(str(run), out, own or (), as_json, points)
 
     if not run.exists():
         close = difflib.get_close_matches(str(run), FIGURES, n=1)
         near = f"Did you mean {close[0]!r}?" if close else "`kit figures` lists the figures of papers."
         raise RunError(f"{run} is neither a run directory nor a figure of a paper. {near}")
+    if points or points_template:
+        raise ConfigError(f"--points: {run} is no figure of a paper. `kit figures` lists them.")
     if own:
         raise ConfigError(f"--run: {own[0]} has no place beside {run}: it adds runs to a figure of a paper.")
     opened = Run.open(run)

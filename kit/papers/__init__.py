@@ -32,18 +32,50 @@ class PaperFigure:
     takes: str
     """Which runs of the reader's own it has a place for."""
 
-    def draw(self, runs: "Sequence[Run | str | Path]" = ()) -> "tuple[ThemedFigure | Table, Rows]":
+    def draw(
+        self, runs: "Sequence[Run | str | Path]" = (), *, points: str | Path | None = None
+    ) -> "tuple[ThemedFigure | Table, Rows]":
         """Returns the figure, or what the paper prints as a table, and its rows, with points of these runs added.
 
         They may be imported logs; those of a local site are drawn apart, as demo scale. What the figure has no place
-        for is named in `left_out` of what is drawn.
+        for is named in `left_out` of what is drawn. `points` is a CSV of the paper's own points, which a reader of its
+        PDF has digitised; `points_template` shows its form.
+
+        Raises:
+            ConfigError: the figure needs other runs; the points are of a table, or cannot be used.
         """
-        module, name = self.function.split(":")
-        function: Callable[..., tuple[Any, Rows]] = getattr(importlib.import_module(f"kit.papers.{module}"), name)
-        drawn, rows = function(runs)
+        if points is None:
+            drawn, rows = self._function(runs)
+        else:
+            from kit.papers.points import add_points
+
+            drawn, rows = self._with_axes(runs)
+            rows = add_points(drawn, rows, Path(points))
         missing = [given for given in runs if not _names(given) & drawn.runs]
         drawn.left_out = tuple(f"{given} is not drawn. Drawn here: {self.takes}." for given in missing)
         return drawn, rows
+
+    def points_template(self, name: str, runs: "Sequence[Run | str | Path]" = ()) -> str:
+        """Returns a file of points to fill in, with the series of this figure, which is called `name` there."""
+        from kit.papers.points import template
+
+        return template(name, self._with_axes(runs)[0])
+
+    @property
+    def _function(self) -> "Callable[..., tuple[Any, Rows]]":
+        module, name = self.function.split(":")
+        return getattr(importlib.import_module(f"kit.papers.{module}"), name)
+
+    def _with_axes(self, runs: "Sequence[Run | str | Path]") -> "tuple[Any, Rows]":
+        """Returns the figure with the panels that have only points of the paper, which are left out without them."""
+        drawn, rows = self._function(runs, **({"paper_panels": True} if self.function in PAPER_PANELS else {}))
+        if not hasattr(drawn, "axes"):
+            raise ConfigError(f"--points: {self.paper} is drawn as a table, which has no axes for points.")
+        return drawn, rows
+
+
+PAPER_PANELS = ("hlat_scores:scores_7b_figure", "hlat_scores:scores_70b_figure", "hlat_training:loss_figure")
+"""Functions of figures with panels that would be empty without points of the paper's."""
 
 
 def _names(given: "Run | str | Path") -> set[str]:

@@ -28,14 +28,17 @@ SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Headings of Table IV, against Table II."""
 
 
-def scores_7b_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Figure 3 as far as it was read: end points of the 7B, and the curves of your runs; and the table."""
-    return _figure("7B", runs)
+def scores_7b_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
+    """Returns Figure 3 as far as it was read: end points of the 7B, and the curves of your runs; and the table.
+
+    `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
+    """
+    return _figure("7B", runs, paper_panels)
 
 
-def scores_70b_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def scores_70b_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
     """Returns Figure 4 in the same way for the 70B, whose last two checkpoints are known; and the table."""
-    return _figure("70B", runs)
+    return _figure("70B", runs, paper_panels)
 
 
 def end_points(model: str, panel: str) -> list[Layer]:
@@ -82,7 +85,7 @@ def _point(column: str, tokens: float, value: float, source: str) -> Fact:
     return Fact(series=column, x=str(tokens), value=str(value), known="read", source=source, unit="%")
 
 
-def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
+def _figure(model: str, runs: Runs, paper_panels: bool) -> tuple[Any, Rows]:
     panels = {name: end_points(model, name) for name in PANELS}
     chances: dict[str, float] = {}
     demo: dict[str, list[Layer]] = {}
@@ -91,7 +94,8 @@ def _figure(model: str, runs: Runs) -> tuple[Any, Rows]:
         for name, layers in score_layers(run, 1e6 if is_demo else 1e9).items():
             (demo if is_demo else panels).setdefault(name, []).extend(layers)
         chances |= {f"{curve.name}, {curve.metric.replace('_', ' ')}": 100 * curve.chance for curve in eval_curve(run)}
-    curves = {name: layers for name, layers in (panels | demo).items() if any(layer.joined for layer in layers)}
+    curves = {name: layers for name, layers in (panels | demo).items()
+              if (paper_panels and name in PANELS) or any(layer.joined for layer in layers)}  # fmt: skip
     mosaic = pairs(len(curves), under_one=True)
     lines = mosaic.count(";")
     with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (figure, places):

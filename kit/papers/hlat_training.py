@@ -19,18 +19,25 @@ ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)
 Steps = list[dict[str, Any]]
 
 
-def loss_figure(runs: Runs = ()) -> tuple[Any, Rows]:
+def loss_figure(runs: Runs = (), *, paper_panels: bool = False) -> tuple[Any, Rows]:
     """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the table.
 
+    `paper_panels` adds an empty one for the paper's own curve, which could not be read.
+
     Raises:
-        ConfigError: none of them has a step: the paper's own curve could not be read.
+        ConfigError: none of the runs has a step, and there is no such panel.
     """
-    panels = curves(runs, "loss")
+    panels: dict[str, list[Layer]] = {"paper": []} if paper_panels else {}
+    panels |= curves(runs, "loss")
     if not panels:
         raise ConfigError(f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run DIRECTORY).")
     with new_figure(len(panels), height=2.8 * len(panels) + 0.6, squeeze=False) as (figure, axes):
         count = 0
-        for axis, layers in zip(axes[:, 0], panels.values(), strict=True):
+        for axis, (name, layers) in zip(axes[:, 0], panels.items(), strict=True):
+            if name == "paper":
+                axis.set(title="HLAT: training loss, nats per token", xlabel="tokens, billions", xlim=(0, 1900))
+                axis.set_ylim(1, 11)  # ln 32,000 is 10.4: where training begins
+                continue
             draw_curves(axis, layers, linewidth=1.1)
             for layer in layers:
                 rows = [row for row, _ in spikes(layer.y)]
