@@ -23,10 +23,10 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Three at a time, the longest first, then what fills the gaps; the faults mostly wait (for lost nodes to be noticed).
+# Four at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j3 \
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
 	    pytest-notebooks pytest-rest pytest-ranks pytest-faults pytest-launching check
 
 pytest-ranks:
