@@ -29,7 +29,7 @@ def evaluate(
     ],
     step: Annotated[int | None, typer.Option(help="which checkpoint; default: the newest")] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="comma-separated; default: heldout (of a run), piqa, arc_easy")
+        str | None, typer.Option(help="of lm-eval, comma-separated; default: heldout (of a run), piqa, arc_easy")
     ] = None,
     suite: Annotated[str | None, typer.Option(help="hlat, smoke or curve, in place of --tasks")] = None,
     limit: Annotated[int | None, typer.Option(help="items per task, a seeded random part: never a result")] = None,
@@ -45,6 +45,7 @@ def evaluate(
     untrusted_code: Annotated[
         str, typer.Option(help="run programs that the model writes: refuse, isolated or limits")
     ] = "refuse",
+    task_data: Annotated[Path | None, typer.Option(help="folder with data sets of tasks: jsonl or parquet")] = None,
     download: Annotated[bool, typer.Option("--download", help="fetch data that is missing")] = False,
     mirror: Annotated[Path | None, typer.Option(help="folder of the benchmarks; default: the user's cache")] = None,
     out: Annotated[
@@ -68,7 +69,7 @@ def evaluate(
     options: dict[str, Any] = {
         "limit": limit, "seed": seed, "num_fewshot": num_fewshot, "batch_tokens": batch_tokens,
         "untrusted_code": untrusted_code, "download": download, "mirror": mirror, "precision": precision,
-        "devices": devices,
+        "devices": devices, "task_data": task_data,
     }  # fmt: skip
     asked = suite if tasks is None else tuple(task.strip() for task in tasks.split(","))
     if is_hugging_face_folder(Path(run)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark, num_files, suite
+from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, num_files, suite
 from kit.evaluate.jobs import layout, score_in_job
 from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
@@ -42,7 +42,8 @@ def evaluate(
 ) -> EvalReport:
     """Scores a checkpoint of a run and keeps the scores in the run directory, in `eval/step_NNNNNNNN.json`.
 
-    Tasks are names from `BENCHMARKS`, or `heldout`: the held-out text of the run's data set; or the name of a suite.
+    Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit brings), or `heldout`:
+    the held-out text of the run's data set; or, as one word, the name of a suite.
     Returned are their scores. The file also keeps those of other tasks of the same step, by default the newest; it
     grows task by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
 
@@ -160,19 +161,17 @@ def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
         ConfigError: no task, an unknown task, or an unknown suite.
         MissingPackageError: lm-eval is not installed.
     """
-    from kit.evaluate.harness import require_harness
+    from kit.evaluate.task_index import require_harness, tasks_of
 
     if not tasks:
         raise ConfigError(f"tasks: {tasks!r} is not allowed. Give a list of names, for example {list(DEFAULT_TASKS)}.")
     if isinstance(tasks, str):
         requests = suite(tasks).tasks
-    else:
-        for task in tasks:
-            if task != HELDOUT:
-                benchmark(task)
-        requests = tuple(TaskRequest(task=task) for task in dict.fromkeys(tasks))
+        require_harness()
+        return requests
     require_harness()
-    return requests
+    names = dict.fromkeys(name for task in tasks for name in tasks_of(task))
+    return tuple(TaskRequest(task=name) for name in names)
 
 
 def report_file(run: Run, step: int) -> Path:
@@ -206,10 +205,11 @@ def score_all(
     loaded = []
     with share.first_alone():  # the others find what it fetches
         if options.download:
-            build_mirror(mirror, tasks=[request.task for request in requests if request.task != HELDOUT])
+            build_mirror(mirror, tasks=[request.task for request in requests if request.task in BENCHMARKS])
         for request in map(options.applied, requests):
             try:
-                loaded.append(load_task(request, mirror=mirror, heldout_file=heldout_file, download=options.download))
+                loaded.append(load_task(request, mirror=mirror, task_data=options.task_data, heldout_file=heldout_file,
+                                        download=options.download))  # fmt: skip
             except (ConfigError, DataError) as error:
                 if not skip:
                     raise

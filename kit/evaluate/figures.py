@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.evaluate.report import EvalReport, wilson
+from kit.evaluate.report import ANSWER_BITS, EvalReport, wilson
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
@@ -12,10 +12,13 @@ from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
     """Returns a figure of a report: bits per byte beside reference models, accuracies beside chance; and its table.
 
+    Beside an accuracy stand the bits per byte of the right answers, where the report has them.
+
     The report has the task `heldout` and any number of multiple-choice tasks.
     """
     ours = report["heldout"].metric("bits_per_byte").value
     choices = [score for score in report.scores if score.chance is not None]
+    labels = []
     rows = [{"task": "heldout", "bits per byte": ours, **bits_per_byte}]
     ratios = [0.34 * (len(bits_per_byte) + 1), 0.5 * max(1, len(choices))]
     with new_figure(2, height=sum(ratios) + 1.2, height_ratios=ratios) as (figure, (left, right)):
@@ -26,13 +29,16 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
         left.set_title("Bits per byte of held-out text: less is better")
         for place, score in enumerate(choices):
             accuracy = score.metric("acc")
-            rows.append({"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high})
+            bits = next((metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None)
+            row = {"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
+            rows.append(row if bits is None else {**row, ANSWER_BITS: bits})
             low, high = (accuracy.value if end is None else end for end in (accuracy.low, accuracy.high))
             spread = [[accuracy.value - low], [high - accuracy.value]]
             right.errorbar(accuracy.value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
             right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
             right.text(1, place + 0.32, score.coverage, color=GREY, ha="right")
-        right.set_yticks(range(len(choices)), [score.task for score in choices])
+            labels.append(score.task if bits is None else f"{score.task}\n{bits:.2f} bits per byte")
+        right.set_yticks(range(len(choices)), labels)
         right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
         right.set_title("Accuracy with 95 % interval; grey: chance")
         for axis in (left, right):

@@ -127,16 +127,14 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
 
     A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and how it was asked.
     """
-    from kit.data.dataset import VALIDATION_TEXT
-
     try:
         report = EvalReport.read(report_file(run, step))
         same = report.attempt in (None, run.checkpoints.manifest(step).attempt)
     except (ConfigError, CheckpointError):
         return False
     dataset = run.dataset()
-    heldout, mirror = dataset.directory / VALIDATION_TEXT, options.mirror_folder
-    current = [score for score in report.scores if _is_current(score, heldout, mirror, options)]
+    mirror = options.mirror_folder
+    current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
     tried = {item.question for item in report.unscored if num_files(item.task, mirror) <= item.num_files}
     asked = [options.applied(request) for request in requests]
     return same and report.tokenizer_sha256 == dataset.info.tokenizer_sha256 and all(
@@ -145,14 +143,15 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     )  # fmt: skip
 
 
-def _is_current(score: TaskScore, heldout: Path, mirror: Path, options: Options) -> bool:
+def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
     """Returns whether a score was made with today's harness and data."""
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
     if options.download and score.partial and score.limit is None:
         return False  # the mirror has a part of this benchmark; now the hub may be asked for the whole
-    held = [(heldout if data.origin == "corpus" else mirror / data.path, data) for data in score.data]
-    return all(data.origin == "hub" or not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
+    places = {"corpus": corpus, "mirror": options.mirror_folder, "folder": options.task_data}
+    held = [(place / data.path, data) for data in score.data if (place := places.get(data.origin))]
+    return all(not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
 
 
 def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job | Followed:

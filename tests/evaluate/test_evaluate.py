@@ -122,7 +122,7 @@ def test_chance_is_the_mean_over_the_items(score):
 def test_a_report_says_what_was_scored_with_what(score, tokenizer):
     report = score()
     piqa = report["piqa"]
-    assert [metric.name for metric in piqa.metrics] == ["acc", "acc_norm"]
+    assert [metric.name for metric in piqa.metrics] == ["acc", "acc_norm", "answer_bits_per_byte"]
     assert piqa.metric("acc").stderr == pytest.approx(
         (piqa.metric("acc").value * (1 - piqa.metric("acc").value) / 29) ** 0.5
     )

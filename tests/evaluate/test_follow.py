@@ -108,7 +108,7 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
     """Each option differs from its default here, so that one more cannot be forgotten."""
     given = Options(
         limit=5, seed=7, num_fewshot=2, mirror=tmp_path / "my mirror", download=True, batch_tokens=100,
-        untrusted_code="limits", precision="bf16", devices=2,
+        untrusted_code="limits", precision="bf16", devices=2, task_data=tmp_path,
     )  # fmt: skip
     assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
     job = eval_job(run, 3, "smoke", given)
@@ -214,8 +214,10 @@ def test_curves_have_steps_tokens_scores_and_errors(run, mirror, tiny_decoder, s
 
     figure, table = eval_figure(run)
     check_figure(figure)
-    assert len(figure.axes) == 2 and len(table) == 4
-    assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[-1].items()
+    assert len(figure.axes) == 3 and len(table) == 6  # accuracy, bits per byte of its answers, and of the text
+    assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
+    assert {"task": "piqa", "metric": "answer_bits_per_byte", "step": 6}.items() <= table[-1].items()
+    assert table[-1]["score"] == report["piqa"].metric("answer_bits_per_byte").value and table[-1]["low"] > 0
     with_scores, _ = run_figure(run)
     assert len(with_scores.axes) == 3
     check_figure(with_scores)

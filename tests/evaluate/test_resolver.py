@@ -12,7 +12,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, TaskRequest
 from kit.evaluate.harness import load_task
-from kit.evaluate.resolver import mirror_first
+from kit.evaluate.resolver import local_first
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_definition_reads_the_mirror_without_network(mirror, no_network):
 
 def test_load_dataset_is_the_real_one_afterwards(mirror, tmp_path):
     real = datasets.load_dataset
-    with mirror_first(mirror):
+    with local_first(mirror):
         assert datasets.load_dataset is not real
     assert datasets.load_dataset is real
     with pytest.raises(DataError):
@@ -48,14 +48,17 @@ def test_load_dataset_is_the_real_one_afterwards(mirror, tmp_path):
 
 def test_other_data_sets_go_to_the_real_function(mirror, tmp_path):
     (tmp_path / "rows.json").write_text('{"a": 1}\n{"a": 2}\n')
-    with mirror_first(mirror) as sources:
+    with local_first(mirror) as sources:
         rows = datasets.load_dataset("json", data_files=str(tmp_path / "rows.json"), cache_dir=str(tmp_path))
     assert rows["train"]["a"] == [1, 2]
     assert [(source.origin, source.path, source.sha256) for source in sources] == [("hub", "json", None)]
 
 
 def test_a_missing_benchmark_says_how_to_get_it_and_opens_no_connection(mirror, no_network):
-    with pytest.raises(DataError, match=r"Rowan/hellaswag: .* neither in the mirror .* Run `kit eval data --mirror "):
+    with pytest.raises(
+        DataError,
+        match=r"Rowan/hellaswag \(splits validation, train\): .* neither in the mirror .* Run `kit eval data --mirror ",
+    ):
         load_task("hellaswag", mirror=mirror)
 
 

@@ -100,7 +100,7 @@ def test_the_index_of_definitions_is_made_once(full_mirror, monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
 def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_mirror, no_network):
-    with pytest.raises(DataError, match=rf"{name}: on the hub only.*download=True"):
+    with pytest.raises(DataError, match=rf"{name}: on the hub only.*Give --download where"):
         load_task(name, mirror=full_mirror)
 
 

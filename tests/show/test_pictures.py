@@ -7,7 +7,7 @@ from kit.estimate.choose import figures
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import memory_by_stage
 from kit.evaluate.figures import interval_figure, score_figure
-from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
 from kit.plan import Plan
 from kit.show.pictures import (
     flop_basis_figure,
@@ -25,9 +25,10 @@ SPECS = ("demo", "gpt-1.4b", "gpt-22b", "gpt-175b", "gpt-1t", "hlat-7b", "hlat-7
 
 def report() -> EvalReport:
     def score(task: str, metric: str, value: float, chance: float | None) -> TaskScore:
+        metrics = (Metric.of(metric, value, None, 50), Metric.of(ANSWER_BITS, 1.9, 0.1, 50))
         return TaskScore(
-            task=task, metrics=(Metric.of(metric, value, None, 50),), num_items=50, total_items=1838,
-            num_fewshot=0, chance=chance, task_version="1", harness_version="0.4", data=(), seconds=1.0,
+            task=task, metrics=metrics, num_items=50, total_items=1838, num_fewshot=0, chance=chance, task_version="1",
+            harness_version="0.4", data=(), seconds=1.0,
         )  # fmt: skip
 
     choices = (score("piqa", "acc", 0.5, 0.5), score("arc_easy", "acc", 0.3, 0.25))

@@ -1,0 +1,77 @@
+"""Data sets of tasks in a folder of the user, in the forms that they are handed about in."""
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kit.errors import DataError
+
+READERS = {".parquet": "parquet", ".jsonl": "json"}
+"""Endings of data files, and what `datasets` calls their reader."""
+
+
+def read_folder(
+    folder: Path, path: str, name: str | None, scored: str | None, **options: Any
+) -> tuple[Any, list[Path]] | None:
+    """Returns the splits of the data set `path` (owner/name), configuration `name`, and their files; None: not here.
+
+    It is looked for as a copy of its repository, `owner/name` with its card; else as files
+    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on); else as one file
+    `CONFIG.jsonl` (`name.jsonl` where there is no configuration), which is the split `scored`. All are read by
+    `datasets`, into memory; `options` are what a task gives it, for a copy.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    for words, files in _forms(folder, path, name, scored):
+        with tempfile.TemporaryDirectory() as cache:  # for as long as it takes to read
+            try:
+                own = options if files is None else {"data_files": files}
+                builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
+            except (ValueError, FileNotFoundError):  # the card knows no such configuration
+                continue
+            found: Any = builder.config.data_files
+            try:
+                builder.download_and_prepare()
+            except DatasetGenerationError as error:
+                raise DataError(f"{path}: one of {', '.join(map(str, found.values()))} is damaged: "
+                                f"{error.__cause__ or error}") from error  # fmt: skip
+            return builder.as_dataset(in_memory=True), [Path(file) for split in found.values() for file in split]
+    return None
+
+
+def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, list[Path]] | None:
+    """Returns the same of a copy in the hub's cache, as `hf download` leaves it, which `datasets` passes over."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        copy = snapshot_download(path, repo_type="dataset", local_files_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return read_folder(Path(copy), ".", name, None, **options)
+
+
+def _forms(
+    folder: Path, path: str, name: str | None, scored: str | None
+) -> Iterator[tuple[tuple, dict[str, list[str]] | None]]:
+    """Yields what may be given to `datasets` to read it, with the files of each split unless a card tells them."""
+    here = folder / path
+    if (here / "README.md").is_file():
+        yield (str(here), name), None
+    for place in [here / name] if name else [here / "default", here, here / "data"]:
+        for ending, reader in READERS.items():
+            splits: dict[str, list[str]] = {}
+            for file in sorted(place.glob(f"*{ending}")):
+                splits.setdefault(re.sub(r"-\d+-of-\d+.*", "", file.stem), []).append(str(file))
+            if splits:
+                yield (reader,), splits
+    for ending, reader in READERS.items():
+        for file in (place / f"{name or Path(path).name}{ending}" for place in (here, folder)):
+            if scored and file.is_file():
+                yield (reader,), {scored: [str(file)]}

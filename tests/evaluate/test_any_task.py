@@ -1,0 +1,182 @@
+"""Any task of the harness, with data from a folder of the user or the hub's cache; and bits per byte of right answers.
+
+The data is real for BLiMP: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582,
+github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are the hub's, its items are made for this test.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import datasets
+import datasets.config
+import huggingface_hub.constants
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from kit.convert.hugging_face import export_hugging_face
+from kit.errors import ConfigError, DataError
+from kit.evaluate import Options, check_request
+from kit.evaluate.folder import evaluate_folder
+from kit.evaluate.harness import load_task, task_manager
+from kit.evaluate.report import ANSWER_BITS
+from kit.model import build_decoder
+from tests.evaluate.conftest import SPEC
+
+BLIMP = [json.loads(line) for line in (Path(__file__).parent / "data" / "blimp.jsonl").read_text().splitlines()]
+SCIQ = [
+    {"question": f"What warms planet {i}?", "distractor1": "moon", "distractor2": "a cat", "distractor3": "rain",
+     "correct_answer": "the sün" if i % 2 else "sun", "support": f"Planet {i} has a sun."}
+    for i in range(8)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def empty_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    for module in (datasets.config, huggingface_hub.constants):  # for the harness, which asks the hub first
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer) -> Path:
+    decoder = build_decoder(SPEC.replace(sequence_length=256, init_std=0.3))  # that has opinions
+    return export_hugging_face(decoder, tmp_path / "models" / "tiny", tokenizer=tokenizer)
+
+
+@pytest.fixture
+def task_data(tmp_path: Path) -> Path:
+    """Copies of two repositories as the hub's: configurations in folders with a card, and parquet without."""
+    folder = tmp_path / "task data"
+    card = ["---", "configs:"]
+    for name in dict.fromkeys(row["UID"] for row in BLIMP):
+        write_jsonl(folder / "nyu-mll" / "blimp" / name / "train-00000-of-00001.jsonl", blimp(name))
+        card += [f"- config_name: {name}", "  data_files:", "  - split: train", f"    path: {name}/train-*"]
+    (folder / "nyu-mll" / "blimp" / "README.md").write_text("\n".join([*card, "---", ""]))
+    for split, rows in (("train", SCIQ[:2]), ("validation", SCIQ[2:3]), ("test", SCIQ[3:])):
+        write_parquet(folder / "allenai" / "sciq" / "data" / f"{split}-00000-of-00001.parquet", rows)
+    return folder
+
+
+def blimp(name: str) -> list[dict]:
+    return [row for row in BLIMP if row["UID"] == name]
+
+
+def write_jsonl(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_parquet(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+
+
+def test_a_group_and_a_task_equal_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
+    from lm_eval.evaluator import simple_evaluate
+
+    names = ("blimp", "sciq")
+    report = evaluate_folder(model, names, task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json")
+    monkeypatch.chdir(task_data)  # where `datasets` takes a folder of a repository's name for the repository
+    arguments = f"pretrained={model},dtype=float32,max_length=256"
+    theirs: Any = simple_evaluate(model="hf", model_args=arguments, tasks=list(names), device="cpu", bootstrap_iters=0,
+                                  task_manager=task_manager(everything=True), verbosity="ERROR")  # fmt: skip
+    assert theirs["n-samples"]["blimp_adjunct_island"]["effective"] == 2 and len(theirs["n-samples"]) == 68
+    for name, metrics in (("blimp", ["acc"]), ("sciq", ["acc", "acc_norm"])):
+        for metric in metrics:
+            assert report[name].metric(metric).value == pytest.approx(theirs["results"][name][f"{metric},none"])
+        bits = plain_bits(model, theirs["samples"], name)
+        assert report[name].metric(ANSWER_BITS).value == pytest.approx(sum(bits) / len(bits), rel=1e-5)
+    assert (report["blimp"].num_items, report["sciq"].num_items) == (134, 5)
+    assert {source.origin for score in report.scores for source in score.data} == {"folder"}
+    assert len(report["blimp"].data) == 67
+    assert report["sciq"].data[0].path.startswith("allenai/sciq/data/")
+
+
+def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
+    """Returns -log2 p(right answer) per byte, item by item, of transformers' model, from the harness's own prompts."""
+    tokenizer, llama = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
+    found = []
+    for sample in [sample for task, items in samples.items() if task.startswith(name) for sample in items]:
+        prompt, answer = sample["arguments"][sample["target"]]
+        context = tokenizer.encode(prompt) or [tokenizer.eos_token_id]
+        whole = tokenizer.encode(prompt + answer) if prompt else context + tokenizer.encode(answer)
+        num = len(tokenizer.encode(prompt + answer)) - len(tokenizer.encode(prompt))
+        with torch.no_grad():
+            logits = llama(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
+        nats = -sum(float(logits[i - 1, whole[i]]) for i in range(len(whole) - num, len(whole)))
+        found.append(nats / math.log(2) / len(answer.removeprefix(" ").encode()))
+    return found
+
+
+def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, tmp_path, mirror):
+    """BLiMP's own repository has data/NAME.jsonl; others write SPLIT.jsonl into a folder of the configuration."""
+    own = tmp_path / "own"
+    write_jsonl(own / "adjunct_island.jsonl", blimp("adjunct_island"))
+    write_jsonl(own / "nyu-mll" / "blimp" / "causative" / "train.jsonl", blimp("causative"))
+    write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ)
+    for name, path in (
+        ("blimp_adjunct_island", "adjunct_island.jsonl"),
+        ("blimp_causative", "nyu-mll/blimp/causative/train.jsonl"),
+        ("sciq", "allenai/sciq/test.jsonl"),
+    ):
+        loaded = load_task(name, mirror=mirror, task_data=own)
+        assert [(source.origin, source.path) for source in loaded.data] == [("folder", path)]
+        assert len(loaded.task.eval_docs) == (8 if name == "sciq" else 2)
+    write_jsonl(own / "allenai" / "sciq" / "test.jsonl", SCIQ[:1])
+    (own / "allenai" / "sciq" / "test.jsonl").rename(own / "allenai" / "sciq" / "valid.jsonl")
+    with pytest.raises(
+        DataError, match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but"
+    ):
+        load_task("sciq", mirror=mirror, task_data=own)
+    (own / "adjunct_island.jsonl").write_text('{"sentence_good": "a"\n')
+    with pytest.raises(DataError, match="adjunct_island.jsonl.* is damaged"):
+        load_task("blimp_adjunct_island", mirror=mirror, task_data=own)
+
+
+def test_a_copy_in_the_cache_of_the_hub_is_enough(task_data, mirror, empty_hub_cache, no_network):
+    """As `hf download --repo-type dataset` leaves it."""
+    snapshot = empty_hub_cache / "datasets--allenai--sciq" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (task_data / "allenai" / "sciq").rename(snapshot)
+    refs = snapshot.parents[1] / "refs" / "main"
+    refs.parent.mkdir()
+    refs.write_text("0" * 40)
+    loaded = load_task("sciq", mirror=mirror)
+    assert len(loaded.task.eval_docs) == 5
+    assert [(source.origin, source.path) for source in loaded.data] == [("hub", "allenai/sciq")]
+
+
+def test_what_is_missing_is_said_with_its_exact_name(mirror, tmp_path, no_network):
+    message = r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): .* `hf download nyu-mll/blimp --repo-type"
+    with pytest.raises(DataError, match=message):
+        load_task("blimp", mirror=mirror, task_data=tmp_path)
+    with pytest.raises(ConfigError, match="task_data: .*nowhere is no folder"):
+        Options.of({"task_data": tmp_path / "nowhere"})
+
+
+def test_names_are_the_harness_s(mirror):
+    asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
+    assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
+    with pytest.raises(ConfigError, match=r"tasks: 'blimpp' is unknown\. Did you mean 'blimp'\?"):
+        check_request(("blimpp",))
+    with pytest.raises(ConfigError, match="tasks: 'pique' is unknown. Did you mean 'piqa'"):
+        check_request(("pique",))
+
+
+def test_what_the_kit_cannot_score_is_refused_by_name(tmp_path, mirror, monkeypatch):
+    row = {"text": "add", "code": "", "test_list": ["a", "b", "c"], "task_id": 1}
+    write_jsonl(tmp_path / "google-research-datasets" / "mbpp" / "full" / "test.jsonl", [row])
+    with pytest.raises(ConfigError, match="mbpp: runs programs that the model wrote.* humaneval only"):
+        load_task("mbpp", mirror=mirror, task_data=tmp_path)
+    manager = task_manager(everything=True)
+    group = type("G", (), {"has_aggregation": False, "child_names": ["arc_easy", "piqa"]})()
+    monkeypatch.setattr(manager, "load", lambda names: {"tasks": {}, "groups": {"pythia": group}})
+    with pytest.raises(ConfigError, match="pythia: this group has no score of its own. Give its tasks: arc_easy, piqa"):
+        load_task("pythia", mirror=mirror)
