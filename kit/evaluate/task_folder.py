@@ -38,9 +38,8 @@ def read_folder(
             found: Any = builder.config.data_files
             try:
                 builder.download_and_prepare()
-            except DatasetGenerationError as error:
-                raise DataError(f"{path}: one of {', '.join(map(str, found.values()))} is damaged: "
-                                f"{error.__cause__ or error}") from error  # fmt: skip
+            except (DatasetGenerationError, ValueError) as error:
+                raise DataError(f"{path}: one of {found} is damaged: {error.__cause__ or error}") from error
             return builder.as_dataset(in_memory=True), [Path(file) for split in found.values() for file in split]
     return None
 
