@@ -71,6 +71,7 @@ def launch(
         refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own)
     with _alone(Path(directory).expanduser().resolve()):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        run.asked()  # whatever of it cannot be read is found now
         if site.login is None:
             run.checkpoints.check_space(spec)
         there = site.login is not None  # of which a mirror knows the checkpoints' names

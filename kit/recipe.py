@@ -77,6 +77,11 @@ class Recipe(Record):
         "engines native and deepspeed)",
         default=None,
     )
+    hook: str | None = field_doc(
+        "Python file with on_step(state) -> dict of numbers for the metrics, see kit/trainer/hook.py; each launch and "
+        "resume copies it into the run directory, as hook.py",
+        default=None,
+    )
     sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
     phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from cluster.record import ConfigError, write_atomic
 from cluster.state import JobError, JobState, log_path, update_state
+from kit.data.wheels import file_sha256
 from kit.engines import gpu_runtime
 from kit.engines.gpu_kernels import choose_kernels, chosen_kernels
 from kit.engines.neuron.compile import is_compile_phase, record_graphs
@@ -25,7 +26,7 @@ from kit.engines.process_group import leave, start_process_group
 from kit.errors import DataError, MissingPackageError, RunError
 from kit.estimate.choose.memory_advice import is_out_of_memory, memory_advice
 from kit.parallel.groups import part
-from kit.run import Run
+from kit.run import HOOK, Run
 from kit.trainer.loop import Trainer
 
 
@@ -101,8 +102,10 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         kit_version = version("pretraining-notebook-kit")
     except PackageNotFoundError:  # a plain checkout on PYTHONPATH: the commit tells
         kit_version = None
+    hook = run.directory / HOOK
     facts = {
         "attempt": attempt,
+        "hook_sha256": file_sha256(hook) if run.recipe.hook and hook.exists() else None,
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -53,6 +53,7 @@ def launch(
         list[str] | None,
         typer.Option(help="from a token or step on, other weights of the mix: 1.4e12=0.3,0.7 or 5000steps=0.3,0.7"),
     ] = None,
+    hook: Annotated[str | None, typer.Option(help="Python file with on_step(state): numbers of your own")] = None,
     steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
@@ -70,7 +71,7 @@ def launch(
     On GPUs a plan of neither file nor paper is bf16 and compiled; change it by --set plan.precision and plan.compile.
     """
     place, changes = Site.load(site), parse_settings(settings)
-    given = {**read_data(data or []), "num_steps": steps, "init_from": init_from and str(init_from)}
+    given = {**read_data(data or []), "num_steps": steps, "init_from": init_from and str(init_from), "hook": hook}
     asked = ask_for(model, recipe, plan, given, changes)
     tokens_per_step = asked.plan.global_batch_size * asked.spec.sequence_length
     asked.fields.update(read_phases(then or [], given.get("sources", []), tokens_per_step))

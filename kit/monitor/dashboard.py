@@ -200,7 +200,9 @@ class Dashboard:
             "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
             "cost": None if price is None else {"value": hours * nodes * price.value, "note": str(price)},
             "formula": self._formula(),
-            "data": mix_words(run.recipe, run.spec.sequence_length, int(curves["tokens"][-1])),
+            "data": "; ".join(filter(None, (
+                mix_words(run.recipe, run.spec.sequence_length, int(curves["tokens"][-1])), logs.hook_words(run)
+            ))),
         }  # fmt: skip
 
     @property

@@ -4,6 +4,7 @@ spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.js
 job.json submit.sh env.json                   how it was started, and with which versions
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
 metrics.jsonl checkpoints/ eval/              what came out
+hook.py                                       the user's numbers of a step, where the recipe names such a file
 alerts.jsonl alarms.jsonl                      what deserved a look, and what of it was sent to a person
 """
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from kit.run.metrics import Metrics
 
 
-POLICY = ("on_nan", "on_spike", "hung_after_s")
+HOOK = "hook.py"
+"""The copy of the recipe's hook."""
+POLICY = ("on_nan", "on_spike", "hung_after_s", "hook")
 """Fields of a recipe that may change when a run is resumed, beside num_steps: they do not change a step."""
 
 
@@ -65,9 +68,23 @@ class Run:
         return run
 
     def asked(self) -> dict[str, str]:
-        """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there."""
+        """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there.
+
+        A hook whose file is gone stays the copy that the directory has.
+
+        Raises:
+            RunError: the hook cannot be read, and there is no copy.
+        """
         records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
-        return {f"{name}.json": record.to_json() for name, record in records.items()}
+        texts = {f"{name}.json": record.to_json() for name, record in records.items()}
+        if self.recipe.hook is not None:
+            try:
+                texts = {HOOK: Path(self.recipe.hook).expanduser().read_text(encoding="utf-8"), **texts}
+            except (OSError, UnicodeDecodeError) as error:
+                if not (self.directory / HOOK).exists():
+                    raise RunError(f"recipe.hook: {self.recipe.hook!r} cannot be read ({error}). Give a Python file.") \
+                        from error  # fmt: skip
+        return texts
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:

@@ -20,7 +20,7 @@ class Alert(Record):
 
     kind: str = field_doc(
         "nan, spike, rise, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what the trainer did; "
-        "alarm: one was not sent"
+        "hook: the user's failed; alarm: one was not sent"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")

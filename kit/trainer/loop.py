@@ -17,10 +17,11 @@ from kit.data import Samples, shares, training_samples
 from kit.engines import ScalingEngine, build_engine, gpu_runtime
 from kit.engines.process_group import control_group
 from kit.errors import RunError
-from kit.run import Run
+from kit.run import HOOK, Run
 from kit.run.metrics import MetricsWriter
 from kit.trainer.batches import Batches
 from kit.trainer.checkpoints import engine_checkpoints, start_from
+from kit.trainer.hook import Hook, StepState
 from kit.trainer.profiler import Profiler
 from kit.trainer.recovery import Recovery
 from kit.trainer.signs import Signs
@@ -77,7 +78,8 @@ class Trainer:
         self.begin_step = getattr(self.engine, "begin_step", self.engine.train_step)  # native: does not wait
         # Where training goes on after a bad step, none may come between that step and its answer.
         can_wait = self.plan.engine == "native" and not self.recovery.guard.goes_on_after_bad
-        self.is_ahead = can_wait and device.type in AHEAD_ON
+        self.hook = Hook(run.directory / HOOK, self.control) if self.recipe.hook else None
+        self.is_ahead = can_wait and device.type in AHEAD_ON and self.hook is None  # which sees the step's own weights
         self.signs = Signs(run.directory, attempt, self.control)
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan), rank=self.rank, alive=self.signs.say,
@@ -175,6 +177,17 @@ class Trainer:
             self.signs.step_done(self.finished, self.step_time_s, self.work_s)
             with self.watchdog.paused():
                 self.recovery.respond(row, self.checkpoints)
+            if self.hook is not None:
+                self._ask_hook(self.hook, row)
+
+    def _ask_hook(self, hook: Hook, row: dict[str, Any]) -> None:
+        seen = {name: row[name] for name in ("step", "loss", "grad_norm", "learning_rate")}
+        tokens, parts = self.consumed * self.run.spec.sequence_length, tuple(getattr(self.engine, "decoders", ()))
+        state = StepState(**seen, tokens=tokens, rank=self.rank, num_ranks=dist.get_world_size(), parts=parts)
+        numbers, problem = hook.numbers(state)
+        row |= numbers
+        if problem:
+            self.recovery.tell("hook", f"step {row['step']}: {problem}", row["step"])
 
     def _row(self, launched: Launched) -> dict[str, Any]:
         """Returns what the metrics say of a step, once its result is there."""

@@ -65,7 +65,7 @@ class Recovery:
                       flush=True)  # fmt: skip
             if damaged:
                 notice = _set_aside(self.run.checkpoints, damaged, self.attempt, f"went on from step {step}")
-                self._tell("checkpoint", notice, step)
+                self.tell("checkpoint", notice, step)
             self.guard.recent, self.guard.skipped = manifest.recent_losses, manifest.skipped
             return manifest
         if damaged:
@@ -102,7 +102,7 @@ class Recovery:
             done = self._roll_back(row["step"], checkpoints)
         if answer != "go on":
             row["skipped"] = self.guard.skipped - before
-            self._tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
+            self.tell("guard", f"step {row['step']}: {what}; {done}", row["step"])
         self.guard.note(answer, what, row["loss"])
 
     def _roll_back(self, step: int, checkpoints: EngineCheckpoints) -> str:
@@ -129,7 +129,7 @@ class Recovery:
             what = what or "another rank says so"
         return answer, what
 
-    def _tell(self, kind: str, notice: str, step: int) -> None:
+    def tell(self, kind: str, notice: str, step: int) -> None:
         """Says it in the log, the state, the history and the alerts: nothing that was lost or left out goes unsaid."""
         self.notice = notice
         if not self.is_first:

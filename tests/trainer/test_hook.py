@@ -1,0 +1,127 @@
+"""A user's own numbers of each step, from real ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+from cluster.state import read_state
+from kit.errors import ConfigError, RunError
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.sinks import scalars
+from kit.plan import Plan
+from kit.run import HOOK, Run
+from kit.run.alerts import AlertLog
+from kit.trainer.hook import Hook, StepState, _checked
+from tests.workers import run_ranks, start_training
+
+STAGES = Plan(tensor_parallel=1, pipeline_parallel=2, micro_batch_size=2, global_batch_size=8)
+WEIGHTS = """
+import torch
+import torch.distributed as dist
+
+def on_step(state):
+    count = torch.tensor([sum(p.numel() for part in state.parts for p in part.parameters())])
+    dist.all_reduce(count)  # every rank is here
+    return {"loss_twice": 2 * state.loss, "weights": count, "ranks": state.num_ranks, "tokens": state.tokens}
+"""
+FAILS = """
+def on_step(state):
+    if state.rank == 1 and state.step == 3:
+        return 1 / (state.step - 3)
+    return {"x": state.step}
+"""
+
+
+@pytest.fixture
+def trained(spec, recipe, tmp_path):
+    def trained(text: str, steps: int = 5) -> Run:
+        file = tmp_path / "mine.py"
+        file.write_text(text)
+        wanted = recipe.replace(num_steps=steps, warmup_steps=0, checkpoint_every=None, hook=str(file))
+        run = Run.create(tmp_path / "run", spec=spec, plan=STAGES, recipe=wanted, site=kit.Site.load("laptop"))
+        file.unlink()  # the copy is what runs
+        for training in start_training(run.directory, 2):
+            ended = training.wait()
+            assert ended.returncode == 0, ended.stderr
+        return run
+
+    return trained
+
+
+def rows(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, spec):
+    run = trained(WEIGHTS)
+    assert (run.directory / HOOK).read_text() == WEIGHTS
+    found = rows(run)
+    assert [row["hook/loss_twice"] for row in found] == [2 * row["loss"] for row in found] and len(found) == 5
+    assert {row["hook/weights"] for row in found} == {spec.num_params}, "both stages' weights, named alike"
+    assert [row["hook/tokens"] for row in found] == [8 * spec.sequence_length * step for step in range(1, 6)]
+    assert all(0 < row["hook/seconds"] < 5 for row in found)
+    assert scalars(run, found)[-1]["hook/ranks"] == 2.0
+    dashboard = Dashboard(run)
+    dashboard.read()
+    assert "hook: loss_twice" in dashboard.facts()["data"] and "ranks 2" in dashboard.facts()["data"]
+    import hashlib
+
+    env = json.loads((run.directory / "env.json").read_text())
+    assert env["hook_sha256"] == hashlib.sha256(WEIGHTS.encode()).hexdigest()
+    assert run.asked().keys() == {"plan.json", "recipe.json", "site.json", "spec.json"}, "its file is gone"
+
+
+def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):
+    run = trained(FAILS)
+    assert [row.get("hook/x") for row in rows(run)] == [1.0, 2.0, None, None, None]
+    (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
+    assert (alert.kind, alert.step) == ("hook", 3)
+    assert "rank 1: hook.py, line 4: ZeroDivisionError" in alert.message and "training goes on" in alert.message
+
+
+def state(step: int = 1) -> StepState:
+    return StepState(step=step, tokens=8, loss=2.0, grad_norm=1.0, learning_rate=0.1, rank=0, num_ranks=1, parts=())
+
+
+def called(folder: Path, text: str) -> tuple[dict, str]:
+    (folder / HOOK).write_text(text)
+    return Hook(folder / HOOK, None).numbers(state())
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("[1]", "returned list, not a dict"),
+        ("None", "returned NoneType, not a dict of numbers; {} says nothing"),
+        ("{'x': 'high'}", "gave 'x' = 'high'; give names with numbers"),
+        ("{'x': True}", "gave 'x' = True"),
+        ("{3: 1.0}", "gave 3 = 1.0"),
+    ],
+)
+def test_what_is_no_dict_of_numbers_is_named(tmp_path, returned, message):
+    with pytest.raises(TypeError, match=message.replace("{", r"\{").replace("}", r"\}")):
+        _checked(eval(returned))
+
+
+def test_a_wrong_return_is_told_with_the_file_on_the_rank_itself(tmp_path):
+    numbers, told = run_ranks(1, called, tmp_path, "def on_step(state):\n    return 3\n")[0]
+    assert numbers == {} and "rank 0: hook.py: TypeError: on_step returned int" in told
+    assert _checked({"a": torch.tensor(2.0), "b": 3}) == {"a": 2.0, "b": 3.0}
+
+
+def test_a_file_that_is_no_hook_is_refused(tmp_path, spec, recipe):
+    for text, message in (
+        ("def on_step(:\n", r"hook.py, line 1: SyntaxError"),
+        ("x = 1\n\n1 / 0\n", r"hook.py, line 3: ZeroDivisionError"),
+        ("def on_steps(state): ...\n", "no attribute 'on_step'"),
+    ):
+        (tmp_path / HOOK).write_text(text)
+        with pytest.raises(ConfigError, match=f"recipe.hook: .*{message}"):
+            Hook(tmp_path / HOOK, None)
+    with pytest.raises(RunError, match="recipe.hook: .*nowhere.py' cannot be read"):
+        kit.launch(tmp_path / "run", spec=spec, plan=Plan(global_batch_size=8), recipe=recipe.replace(
+            hook=str(tmp_path / "nowhere.py")))  # fmt: skip
+    assert not (tmp_path / "run" / "spec.json").exists() and read_state(tmp_path / "run") is None
