@@ -2,17 +2,21 @@
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cluster.record import Record, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
-from kit.data.readers import FORMATS, TEXT_KEY, read_texts
+from kit.data.readers import FORMATS, TABLES, TEXT_KEY, file_format, read_texts
 from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
 """A document is encoded in one piece, which takes about a hundred bytes of memory per byte of text."""
+
+SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
+"""In a path within a data set's folder: `train/data-00000-of-00001.arrow`, `data/test-00000-of-00002.parquet`."""
 
 SourcePaths = str | Path | Sequence[str | Path]
 SourceFiles = list[tuple[str, list[tuple[Path, str]]]]
@@ -60,8 +64,9 @@ class Corpus:
         """Finds the files and hashes them.
 
         Args:
-            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl and
-                .parquet: one per row). None is the default corpus of this Python installation.
+            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl,
+                .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data set's folder of Hugging Face's, of
+                whose splits `train` alone is read. None is the default corpus of this Python installation.
             max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
             skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
                 always does: nobody here answers for the files of other people's packages.
@@ -142,18 +147,32 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
     groups = []
     for path in paths:
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in FORMATS and file.is_file())
-            files = [(file, file.relative_to(path.parent).as_posix()) for file in found if not _hidden(file, path)]
+            found = sorted(file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file())
+            seen = _without_splits([file for file in found if not _hidden(file, path)], path)
+            files = [(file, file.relative_to(path.parent).as_posix()) for file in seen]
             if not files:
                 raise DataError(f"{path}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}.")
         elif not path.exists():
             raise DataError(f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders of them.")
-        elif path.suffix not in FORMATS:
-            raise DataError(f"{path}: cannot read this format. {suggestion(path.suffix, FORMATS)}")
+        elif file_format(path) not in FORMATS:
+            raise DataError(f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}")
         else:
             files = [(path, path.name)]
         groups.append((path.name, files))
     return groups
+
+
+def _without_splits(files: list[Path], root: Path) -> list[Path]:
+    """Returns the text of a data set's folder, from the hub or `save_to_disk`; of another folder, all of its files.
+
+    Its card and what `datasets` has kept of its own work are left out, and, where there is a split `train`, the others.
+    """
+    if not any(file.suffix in TABLES for file in files):
+        return files
+    files = [file for file in files if file.name != "README.md" and not file.name.startswith("cache-")]
+    splits = {file: SPLIT.findall(file.relative_to(root).as_posix()) for file in files}
+    has_train = any("train" in names for names in splits.values())
+    return [file for file in files if not (has_train and splits[file] and "train" not in splits[file])]
 
 
 def _hidden(file: Path, root: Path) -> bool:

@@ -5,9 +5,11 @@ that stops the build or is written down and skipped.
 """
 
 import ast
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from cluster.record import suggestion
 from kit.errors import DataError
@@ -22,22 +24,27 @@ OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
     """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if there are several.
 
-    `text_key` is that of a .jsonl object, or the column of a .parquet file, which holds the document.
+    `text_key` is that of a .jsonl object, or the column of a .parquet or .arrow file, which holds the document.
 
     Raises:
         DataError: the file's format is not known.
     """
-    reader = FORMATS.get(file.suffix)
+    reader = FORMATS.get(file_format(file))
     if file.parts[-2:] == ("pydoc_data", "topics.py"):
         reader = _topics
     elif file.name == "METADATA":
         reader = _readme
     if reader is None:
-        raise DataError(f"{name}: cannot read this format. {suggestion(file.suffix, FORMATS)}")
+        raise DataError(f"{name}: cannot read this format. {suggestion(file_format(file), FORMATS)}")
     try:
         yield from reader(file, name, report, text_key)
     except OSError as error:
         report(name, f"cannot be read ({error.strerror or error})")
+
+
+def file_format(file: Path) -> str:
+    """Returns the end of a file's name that tells its format: `.parquet`, `.jsonl.zst`."""
+    return "".join(file.suffixes[-2:]) if file.suffix in COMPRESSIONS else file.suffix
 
 
 def _whole(file: Path, name: str, report: Report, _: str) -> Texts:
@@ -69,7 +76,9 @@ def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
 
 
 def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    with file.open("rb") as stream:
+    import pyarrow  # which reads several frames as one, and says where the last is cut short
+
+    with io.BufferedReader(pyarrow.input_stream(file, COMPRESSIONS.get(file.suffix)), READ_BYTES) as stream:  # type: ignore[arg-type]
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -88,21 +97,46 @@ def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
 
 
 def _parquet(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    import pyarrow
     import pyarrow.parquet
+
+    def cells() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if _has_column(table.schema_arrow, name, report, text_key):
+                for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
+                    yield from batch.column(0)
+
+    return _cells(cells(), name, report, text_key, "Parquet")
+
+
+def _arrow(file: Path, name: str, report: Report, text_key: str) -> Texts:
+    """Yields the rows of what `datasets` keeps on a disk: a stream of Arrow's record batches."""
+    import pyarrow.ipc
+
+    def cells() -> Iterator[Any]:
+        with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
+            if _has_column(batches.schema, name, report, text_key):
+                for batch in batches:
+                    yield from batch.column(text_key)
+
+    return _cells(cells(), name, report, text_key, "Arrow")
+
+
+def _has_column(schema: Any, name: str, report: Report, text_key: str) -> bool:
+    if text_key not in schema.names:
+        report(name, f"no column {text_key!r} (found: {', '.join(schema.names)}){OTHER_KEY}")
+    return text_key in schema.names
+
+
+def _cells(cells: Iterator[Any], name: str, report: Report, text_key: str, kind: str) -> Texts:
+    import pyarrow
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            if text_key not in table.schema_arrow.names:
-                report(name, f"no column {text_key!r} (found: {', '.join(table.schema_arrow.names)}){OTHER_KEY}")
-                return
-            for batch in table.iter_batches(batch_size=1024, columns=[text_key]):
-                for cell in batch.column(0):
-                    number += 1
-                    yield from _cell(cell, f"{name}:row {number}", report, text_key)
+        for cell in cells:
+            number += 1
+            yield from _cell(cell, f"{name}:row {number}", report, text_key)
     except pyarrow.ArrowException as error:
-        report(f"{name}:row {number + 1}", f"damaged Parquet file ({str(error).splitlines()[0]})")
+        report(f"{name}:row {number + 1}", f"damaged {kind} file ({str(error).splitlines()[0]})")
 
 
 def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
@@ -117,4 +151,8 @@ def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
         report(place, f"{text_key!r} holds {type(text).__name__}, not a string")
 
 
-FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, ".jsonl": _jsonl, ".parquet": _parquet}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+READ_BYTES = 1 << 20
+TABLES = {".parquet": _parquet, ".arrow": _arrow}
+LINES = {".jsonl": _jsonl, ".jsonl.gz": _jsonl, ".jsonl.zst": _jsonl}
+FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, **LINES, **TABLES}

@@ -1,10 +1,12 @@
 """The documents that come out of sources: all of them, once each, and what is damaged is named."""
 
+import gzip
 import json
 import sysconfig
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -91,15 +93,58 @@ def test_damaged_parquet_is_named(tmp_path):
         list(Corpus(file))
 
 
+@pytest.mark.parametrize(("end", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_compressed_lines_are_read_to_their_end_or_named(tmp_path, end, codec):
+    """Also where several frames follow each other, as parallel compressors write them."""
+    frames = [pyarrow.compress(b'{"text": "%d"}\n' % i * 9, codec, asbytes=True) for i in range(2)]
+    if codec == "gzip":
+        frames = [gzip.compress(b'{"text": "%d"}\n' % i * 9) for i in range(2)]
+    file = tmp_path / f"a.jsonl{end}"
+    file.write_bytes(b"".join(frames))
+    assert [document.name for document in Corpus(tmp_path)] == [
+        f"{tmp_path.name}/{file.name}:{line}" for line in (1, 10)
+    ]
+    file.write_bytes(b"".join(frames)[:-3])
+    with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read .Truncated compressed stream"):
+        list(Corpus(file))
+    file.write_bytes(b"no such thing")
+    with pytest.raises(DataError, match=f"a.jsonl{end}: cannot be read"):
+        list(Corpus(file))
+
+
+def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
+    """As `save_to_disk` and the hub leave it: streams of Arrow, splits, a card, and links to where the bytes lie."""
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        table = pyarrow.table({"id": [1, 2], "body": [f"{split} one", f"{split} two"]})
+        for name in ("data-00000-of-00001.arrow", "cache-12ab.arrow"):
+            with pyarrow.ipc.new_stream(tmp_path / split / name, table.schema) as stream:
+                stream.write_table(table)
+        (tmp_path / split / "state.json").write_text("{}")
+    (tmp_path / "blob").write_bytes(b"")
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["third"]}), tmp_path / "blob")
+    (tmp_path / "train-00000-of-00001.parquet").symlink_to(tmp_path / "blob")
+    (tmp_path / "README.md").write_text("a card")
+    found = [document.text for document in Corpus(tmp_path, text_key="body")]
+    assert found == ["train one", "train two", "third"]
+    assert [document.text for document in Corpus(tmp_path / "test", text_key="body")] == ["test one", "test two"]
+    with pytest.raises(DataError, match=r"arrow: no column 'text' \(found: id, body\)"):
+        list(Corpus(tmp_path))
+    file = tmp_path / "test" / "data-00000-of-00001.arrow"
+    file.write_bytes(file.read_bytes()[:-60])
+    with pytest.raises(DataError, match="damaged Arrow file"):
+        list(Corpus(file, text_key="body"))
+
+
 def test_sources_that_hold_nothing_are_refused(tmp_path):
     (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(DataError, match="the list is empty"):
         Corpus([])
-    with pytest.raises(DataError, match="no files to read in this folder. Allowed: .jsonl, .md"):
+    with pytest.raises(DataError, match="no files to read in this folder. Allowed: .arrow, .jsonl, .jsonl.gz"):
         Corpus(tmp_path)
     with pytest.raises(DataError, match="no such file or folder"):
         Corpus(tmp_path / "absent.txt")
-    with pytest.raises(DataError, match=r"cannot read this format. .*Allowed: .jsonl"):
+    with pytest.raises(DataError, match=r"cannot read this format. .*Allowed: .arrow, .jsonl"):
         Corpus(tmp_path / "table.csv")
     with pytest.raises(DataError, match="max_bytes: 0"):
         Corpus(max_bytes=0)
