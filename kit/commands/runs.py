@@ -58,7 +58,8 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", help="go on until the job ends")] = False,
 ) -> None:
     """Print the log of one rank."""
-    job = Run.open(run).job
+    is_other = (run / "job.json").exists() and not (run / "spec.json").exists()  # a job that scores, or builds data
+    job = Job.attach(run) if is_other else Run.open(run).job
     shown = plain if sys.stdout.isatty() else str  # a file or a pipe gets what was printed
     if not follow:
         print(shown(job.logs(rank)), end="")

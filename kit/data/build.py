@@ -1,37 +1,30 @@
-"""build_dataset: text in, a dataset folder out, in three passes: survey, train the tokenizer, encode."""
+"""build_dataset: text in, a dataset folder out, in three stages: survey, encode, put in order.
 
-import dataclasses
+What is done lies in `.NAME.building` beside the dataset, so a build that was killed goes on where it was.
+"""
+
+import contextlib
+import fcntl
 import json
-import math
+import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from cluster.record import ConfigError
-from kit.data.corpus import Corpus, Document, SourcePaths
-from kit.data.dataset import (
-    DESCRIPTION,
-    FORMAT,
-    VALIDATION_TEXT,
-    Dataset,
-    DatasetInfo,
-    Settings,
-    Split,
-    StoredFile,
-    ValidationDocument,
-)
+from cluster.record import ConfigError, write_atomic
+from kit.data.corpus import Corpus, SourcePaths
+from kit.data.dataset import DESCRIPTION, Dataset, DatasetInfo, Settings
+from kit.data.lead import lead
+from kit.data.pieces import ASKED, Work
 from kit.data.readers import TEXT_KEY
-from kit.data.shuffle import ShuffledWriter
-from kit.data.token_file import TokenFileWriter, token_dtype
-from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer, train_tokenizer
+from kit.data.team import Progress, follow, helpers
+from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
 from kit.errors import DataError
 
-TOKENIZER_BYTES = 32_000_000
-"""Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
-CHUNK_BYTES = 2 * 1024 * 1024
-"""Text encoded at a time: enough documents for all cores, few enough for their Python lists of tokens."""
+PART_BYTES = 256 * 1024 * 1024
+"""Of files in a part, which is done again where it was killed. A file is in one part, however large it is."""
+LOCK = ".lock"
 
 
 def build_dataset(
@@ -47,12 +40,14 @@ def build_dataset(
     skip_corrupt: bool = False,
     text_key: str = TEXT_KEY,
     overwrite: bool = False,
+    workers: int | None = None,
 ) -> Dataset:
     """Returns the dataset in `out_dir`, built from `sources` unless it is there already.
 
-    The folder appears whole or not at all. Whole documents are held out for validation, chosen by the hash of their
-    text, so a document stays on its side when others come or go (only if that chooses none is the nearest one taken).
-    The others are written in a random order, by the same kind of hash, since training reads the file in windows.
+    The folder appears whole or not at all; a build that was killed goes on where it was when it is asked for again.
+    Whole documents are held out for validation, chosen by the hash of their text, so a document stays on its side when
+    others come or go (only if that chooses none is the nearest one taken). The others are written in a random order, by
+    the same kind of hash, since training reads the file in windows.
 
     Args:
         out_dir: the folder to make.
@@ -63,55 +58,163 @@ def build_dataset(
         max_bytes: bytes of text to stop at (default: 24 MB of the installation's text, all of local sources).
         validation_fraction: share of the documents to hold out; at least one document is.
         seed: changes which documents are held out, and the order of the others.
-        progress: show a progress bar, and say when a dataset is reused.
+        progress: show a progress bar with the time left, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
         text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
         overwrite: replace a dataset that was built with other settings, or is damaged.
+        workers: processes that share the text out by its files (default: one for each core, if there is so much text).
 
     Raises:
         DataError: a source or the tokenizer cannot be used, there are fewer than two documents, or `out_dir` holds
             something else.
     """
+    progress_bars = Progress(shown=progress)
+    with prepared(
+        out_dir, progress_bars, sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed,
+        skip_corrupt=skip_corrupt, text_key=text_key, overwrite=overwrite, workers=workers,
+    ) as folder:  # fmt: skip
+        if folder is None:
+            progress_bars.say(f"Reusing {out_dir}: built with the same settings from the same text.")
+        else:
+            work = Work(folder)
+            _build(work, min(work.asked["workers"], len(work.parts)), progress_bars)
+    return Dataset.open(out_dir)
+
+
+@contextlib.contextmanager
+def prepared(
+    out_dir: str | Path, progress: Progress, sources: SourcePaths | None, tokenizer: str | Path | None,
+    vocab_size: int | None, max_bytes: int | None, validation_fraction: float, seed: int,
+    *, skip_corrupt: bool, text_key: str, overwrite: bool, workers: int | None,
+) -> Iterator[Path | None]:  # fmt: skip
+    """Yields the folder of a build that is asked for, nobody else being at it; None if the dataset is there already.
+
+    Arguments and errors as of `build_dataset`.
+    """
     if not 0 < validation_fraction < 1:
         raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give a share between 0 and 1.")
-    directory = Path(out_dir)
+    if workers is not None and workers < 1:
+        raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out: one for each core.")
+    directory = Path(os.path.abspath(out_dir))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if given is not None and vocab_size not in (None, given.vocab_size):
         raise DataError(
             f"vocab_size: {vocab_size} asked, but {tokenizer} has {given.vocab_size}. Leave vocab_size out."
         )
-    if vocab_size is None:
-        vocab_size = given.vocab_size if given else DEFAULT_VOCAB_SIZE
     corpus = Corpus(sources, max_bytes, skip_corrupt, text_key)
     settings = Settings(
-        sources=corpus.sources,
+        sources=(),
         tokenizer_sha256=given.sha256 if given else None,
-        vocab_size=vocab_size,
+        vocab_size=vocab_size if vocab_size is not None else given.vocab_size if given else DEFAULT_VOCAB_SIZE,
         max_bytes=corpus.max_bytes,
         validation_fraction=validation_fraction,
         seed=seed,
         text_key=text_key,
         order="windows",
     )
-    bars = _Progress(shown=progress)
-    if (existing := _existing(directory, settings, overwrite)) is not None:
-        bars.say(f"Reusing {directory}: built with the same settings from the same text.")
-        return existing
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}.building-"))
+
+    def is_there() -> bool:
+        return _existing(directory, lambda: settings.replace(sources=corpus.sources), overwrite) is not None
+
+    if is_there():
+        yield None
+        return
+    asked = {
+        "out": str(directory), "settings": settings.to_dict(), "skip_corrupt": corpus.skip_corrupt,
+        "groups": [[name, len(files)] for name, files in corpus.groups], "parts": _parts(corpus),
+        "tokenizer": {"tokenizer_file": given and given.file_name, "eos_id": given and given.eos_id},
+        "overwrite": overwrite, "workers": workers or os.cpu_count() or 1,
+    }  # fmt: skip
+    with _alone(directory.with_name(f".{directory.name}.building"), progress) as folder:
+        if is_there():  # since the other process has ended
+            yield None
+            return
+        _begin(folder, asked, progress)
+        if given is not None:
+            write_atomic(folder / given.file_name, given.data)
+        yield folder
+
+
+def build_in_job(folder: Path, rank: int, ranks: int) -> None:
+    """Does the share of one rank of a job in a build that was prepared; rank 0 leads. Raises as `build_dataset`."""
+    if not folder.exists():  # in the attempt before this the dataset was whole
+        return
+    work, progress = Work(folder), Progress(shown=rank == 0)
+    each = work.asked["workers"]
+    if rank == 0:
+        with _alone(folder, progress):
+            _build(work, each, progress, ranks * each)
+    else:
+        with helpers(folder, rank * each + 1, (rank + 1) * each, ranks * each):
+            follow(work, rank * each, ranks * each)
+
+
+def _build(work: Work, workers: int, progress: Progress, size: int | None = None) -> None:
+    """Builds what was prepared and puts it in its place; work of hours is kept where an error ends it."""
+    directory, overwrite = Path(work.asked["out"]), work.asked["overwrite"]
     try:
-        with bars:
-            _build(building, corpus, settings, given, bars)
-        building.chmod(0o755)
-        # Another process may have built it meanwhile; then its files are as good as these.
-        if _existing(directory, settings, overwrite) is None:
-            _move_into_place(building, directory, overwrite)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return Dataset.open(directory)
+        whole = lead(work, workers, size or workers, progress)
+        if _existing(directory, lambda: DatasetInfo.read(whole / DESCRIPTION).settings, overwrite) is None:
+            _move_into_place(whole, directory, overwrite)
+    except DataError:
+        if not any(work.folder.glob("encode-*.json")):
+            shutil.rmtree(work.folder)
+        raise
+    shutil.rmtree(work.folder)
 
 
-def _existing(directory: Path, settings: Settings, overwrite: bool) -> Dataset | None:
+def _parts(corpus: Corpus) -> list[list[list[Any]]]:
+    """Returns the files by parts, each with path, name, size and time of change; one part if reading has a limit."""
+    parts, room = [], 0
+    for path, name in corpus.files:
+        file = path.stat()
+        if not parts or (room <= 0 and corpus.max_bytes is None):
+            parts.append([])
+            room = PART_BYTES
+        parts[-1].append([os.path.abspath(path), name, file.st_size, file.st_mtime_ns])
+        room -= file.st_size
+    return parts
+
+
+def _begin(folder: Path, asked: dict[str, Any], progress: Progress) -> None:
+    """Writes what is asked; what was done for the same is kept, what was done for something else removed."""
+    how = {"overwrite": None, "workers": None}
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if json.loads((folder / ASKED).read_text(encoding="utf-8")) | how == json.loads(json.dumps(asked | how)):
+            progress.say("Going on where an earlier build of the same ended.")
+            write_atomic(folder / ASKED, json.dumps(asked))
+            return
+    for file in folder.iterdir():
+        if file.name != LOCK:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    write_atomic(folder / ASKED, json.dumps(asked))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[Path]:
+    """Holds the lock of a folder that may have to be made first; where another process does, waits for it."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # where it was removed by who was at it
+                lock = stack.enter_context((folder / LOCK).open("a"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    progress.say(f"Another process is at {folder}: waiting for it.")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                except OSError:  # a file system without locks
+                    pass
+                if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
+                    break
+        try:
+            yield folder
+        finally:
+            if folder.exists() and [file.name for file in folder.iterdir()] == [LOCK]:
+                shutil.rmtree(folder)
+
+
+def _existing(directory: Path, settings: Callable[[], Settings], overwrite: bool) -> Dataset | None:
     """Returns the dataset in `directory` if it is the one asked for, None if it may be built (again).
 
     Raises:
@@ -125,7 +228,7 @@ def _existing(directory: Path, settings: Settings, overwrite: bool) -> Dataset |
         there = Dataset.open(directory)
         if overwrite:
             there.verify()
-        differences = there.info.settings.differences(settings)
+        differences = there.info.settings.differences(settings())
     except (DataError, ConfigError) as error:
         if overwrite:
             return None
@@ -141,150 +244,7 @@ def _existing(directory: Path, settings: Settings, overwrite: bool) -> Dataset |
 
 
 def _move_into_place(building: Path, directory: Path, overwrite: bool) -> None:
-    replaced = building.with_name(building.name + "-replaced")
+    replaced = building.with_name("replaced")
     if overwrite and directory.exists():
         directory.rename(replaced)
     building.rename(directory)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Survey:
-    """What the corpus holds, and how it is divided."""
-
-    documents: int
-    text_bytes: int
-    held_out_below: float
-    seed: int
-
-    def held_out(self, document: Document) -> bool:
-        return document.draw(f"validation {self.seed}") < self.held_out_below
-
-
-def _survey(corpus: Corpus, settings: Settings, bars: "_Progress") -> _Survey:
-    """Returns the size of the corpus and the dividing line between training and held-out documents.
-
-    Raises:
-        DataError: there are not two documents, or none would be left to train on.
-    """
-    documents, text_bytes, smallest, largest = 0, 0, 1.0, 0.0
-    for document in bars.track("Reading", corpus, sum(source.size_bytes for source in corpus.sources)):
-        documents += 1
-        text_bytes += document.num_bytes
-        draw = document.draw(f"validation {settings.seed}")
-        smallest, largest = min(smallest, draw), max(largest, draw)
-    names = ", ".join(source.name for source in corpus.sources)
-    if documents < 2:
-        raise DataError(
-            f"{names}: {documents} different documents with text; at least 2 are needed, one of them to hold out. "
-            "Add text, allow more with --max-megabytes, or split the text into documents (.jsonl, one per line)."
-        )
-    line = max(settings.validation_fraction, math.nextafter(smallest, 1.0))
-    if largest < line:
-        raise DataError(
-            f"{names}: all {documents} documents would be held out. Lower validation_fraction, or add text."
-        )
-    return _Survey(documents, text_bytes, line, settings.seed)
-
-
-def _build(folder: Path, corpus: Corpus, settings: Settings, given: Tokenizer | None, bars: "_Progress") -> None:
-    survey = _survey(corpus, settings, bars)
-    tokenizer = given or train_tokenizer(_training_texts(corpus, survey, bars), settings.vocab_size)
-    (folder / tokenizer.file_name).write_bytes(tokenizer.data)
-    train, validation = _encode(folder, corpus, survey, tokenizer, bars)
-    info = DatasetInfo(
-        format=FORMAT,
-        settings=settings,
-        tokenizer_file=tokenizer.file_name,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
-        dtype=token_dtype(tokenizer.vocab_size).name,
-        train=train,
-        validation=validation,
-        duplicates=corpus.num_duplicates,
-        empty=corpus.num_empty,
-        skipped=tuple(corpus.skipped),
-        files=tuple(StoredFile.of(file) for file in sorted(folder.iterdir())),
-    )
-    info.write(folder / DESCRIPTION)
-
-
-def _training_texts(corpus: Corpus, survey: _Survey, bars: "_Progress") -> Iterator[str]:
-    """Yields the text to train a tokenizer on: no held-out document, and a sample of a large corpus."""
-    share = min(1.0, TOKENIZER_BYTES / survey.text_bytes)
-    for document in bars.track("Training the tokenizer", corpus, survey.text_bytes):
-        if not survey.held_out(document) and document.draw("tokenizer") < share:
-            yield document.text
-
-
-def _encode(
-    folder: Path, corpus: Corpus, survey: _Survey, tokenizer: Tokenizer, bars: "_Progress"
-) -> tuple[Split, Split]:
-    """Writes the token files and the held-out text; returns the sizes of both parts."""
-    documents, text_bytes = [0, 0], [0, 0]
-    with ExitStack() as stack:
-        names = ("train", "validation")
-        writers = [stack.enter_context(TokenFileWriter(folder / name, tokenizer.vocab_size)) for name in names]
-        blocks = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        shuffled = ShuffledWriter(writers[0], Path(blocks), survey.text_bytes)
-        lines = stack.enter_context((folder / VALIDATION_TEXT).open("w", encoding="utf-8"))
-        for chunk in _chunks(bars.track("Encoding", corpus, survey.text_bytes)):
-            for document, ids in zip(chunk, tokenizer.encode_batch([d.text for d in chunk]), strict=True):
-                part = int(survey.held_out(document))
-                if part == 0:
-                    shuffled.add([*ids, tokenizer.eos_id], document.draw(f"order {survey.seed}"))
-                documents[part] += 1
-                text_bytes[part] += document.num_bytes
-                if part == 1:
-                    writers[1].add([*ids, tokenizer.eos_id])
-                    row = ValidationDocument(document.name, document.text, len(ids) + 1, document.num_bytes)
-                    lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
-        shuffled.finish()
-    if (sum(documents), sum(text_bytes)) != (survey.documents, survey.text_bytes):
-        raise DataError("the text changed while it was read. Build again when nobody writes to the sources.")
-    train, validation = (
-        Split(documents=documents[part], tokens=writers[part].num_tokens, text_bytes=text_bytes[part])
-        for part in (0, 1)
-    )
-    return train, validation
-
-
-def _chunks(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    room = CHUNK_BYTES
-    for document in documents:
-        chunk.append(document)
-        room -= document.num_bytes
-        if room <= 0:
-            yield chunk
-            chunk, room = [], CHUNK_BYTES
-    if chunk:
-        yield chunk
-
-
-class _Progress:
-    """A rich progress bar in bytes of text, or silence."""
-
-    def __init__(self, shown: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description:<22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bars = Progress(*columns, console=Console(quiet=not shown), disable=not shown)
-
-    def say(self, text: str) -> None:
-        self._bars.console.print(text)
-
-    def track(self, description: str, corpus: Corpus, total: int) -> Iterator[Document]:
-        task = self._bars.add_task(description, total=total)
-        for document in corpus:
-            yield document
-            self._bars.advance(task, document.num_bytes)
-        self._bars.update(task, completed=total)
-
-    def __enter__(self) -> None:
-        self._bars.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()

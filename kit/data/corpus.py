@@ -1,6 +1,8 @@
 """Corpus: the documents of some sources, in a fixed order, exact duplicates dropped."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -48,46 +50,16 @@ class Document:
         return int.from_bytes(value, "big") / 2.0**56
 
 
-class Corpus:
-    """The documents of some sources; every iteration reads them again, in the same order.
+class Documents:
+    """The documents of some files; every iteration reads them again, in the same order.
 
     After an iteration, `num_duplicates`, `num_empty` and `skipped` say what was left out of it.
     """
 
-    def __init__(
-        self,
-        sources: SourcePaths | None = None,
-        max_bytes: int | None = None,
-        skip_corrupt: bool = False,
-        text_key: str = TEXT_KEY,
-    ) -> None:
-        """Finds the files and hashes them.
-
-        Args:
-            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl,
-                .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data set's folder of Hugging Face's, of
-                whose splits `train` alone is read. None is the default corpus of this Python installation.
-            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
-            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
-                always does: nobody here answers for the files of other people's packages.
-            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
-
-        Raises:
-            DataError: a source does not exist, is of an unknown format, or holds no files.
-        """
-        if max_bytes is not None and max_bytes <= 0:
-            raise DataError(f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no limit.")
-        if sources is None:
-            self.max_bytes = max_bytes or DEFAULT_BYTES
-            groups = installed_files(self.max_bytes)
-        else:
-            self.max_bytes = max_bytes
-            groups = _local_files(sources)
-        self.sources = tuple(_source(name, files) for name, files in groups)
+    def __init__(self, files: list[tuple[Path, str]], max_bytes: int | None, skip_corrupt: bool, text_key: str) -> None:
+        self.files, self.max_bytes, self.skip_corrupt, self.text_key = files, max_bytes, skip_corrupt, text_key
         self.num_duplicates = self.num_empty = 0
         self.skipped: list[str] = []
-        self._files = [file for _, files in groups for file in files]
-        self._skip_corrupt, self.text_key = skip_corrupt or sources is None, text_key
 
     def __iter__(self) -> Iterator[Document]:
         """Yields the documents.
@@ -99,7 +71,7 @@ class Corpus:
         self.skipped = []
         seen: set[bytes] = set()
         total = 0
-        for path, file_name in self._files:
+        for path, file_name in self.files:
             for name, text in read_texts(path, file_name, self._report, self.text_key):
                 document = self._document(name, text)
                 if document is None:
@@ -127,12 +99,51 @@ class Corpus:
         return Document(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
 
     def _report(self, place: str, reason: str) -> None:
-        if not self._skip_corrupt:
+        if not self.skip_corrupt:
             raise DataError(
                 f"{place}: {reason}. Repair or remove it, or leave such documents out: --skip-corrupt "
                 f"(skip_corrupt=True)."
             )
         self.skipped.append(f"{place}: {reason}")
+
+
+class Corpus(Documents):
+    """The documents of some sources."""
+
+    def __init__(
+        self,
+        sources: SourcePaths | None = None,
+        max_bytes: int | None = None,
+        skip_corrupt: bool = False,
+        text_key: str = TEXT_KEY,
+    ) -> None:
+        """Finds the files.
+
+        Args:
+            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per file; .jsonl,
+                .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data set's folder of Hugging Face's, of
+                whose splits `train` alone is read. None is the default corpus of this Python installation.
+            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the default corpus.
+            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop. The default corpus
+                always does: nobody here answers for the files of other people's packages.
+            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
+
+        Raises:
+            DataError: a source does not exist, is of an unknown format, or holds no files.
+        """
+        if max_bytes is not None and max_bytes <= 0:
+            raise DataError(f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no limit.")
+        if sources is None:
+            max_bytes = max_bytes or DEFAULT_BYTES
+        self.groups = installed_files(max_bytes or DEFAULT_BYTES) if sources is None else _local_files(sources)
+        files = [file for _, files in self.groups for file in files]
+        super().__init__(files, max_bytes, skip_corrupt or sources is None, text_key)
+
+    @functools.cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """What the sources hold now: their files are read and hashed."""
+        digests = iter([file_digest(path) for path, _ in self.files])
+        return tuple(source_record(name, files, digests) for name, files in self.groups)
 
 
 def _local_files(sources: SourcePaths) -> SourceFiles:
@@ -179,14 +190,19 @@ def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
-def _source(name: str, files: list[tuple[Path, str]]) -> Source:
-    """Returns the record of a source; a file that cannot be opened counts as empty and is reported when it is read."""
+def source_record(name: str, files: list[tuple[Path, str]], digests: Iterator[str]) -> Source:
+    """Returns the record of a source, whose files have the next digests."""
     total, size_bytes = hashlib.sha256(), 0
     for path, file_name in files:
-        try:
+        with contextlib.suppress(OSError):
             size_bytes += path.stat().st_size
-            digest = file_sha256(path)
-        except OSError as error:
-            digest = str(error.strerror)
-        total.update(f"{file_name} {digest}\n".encode())
+        total.update(f"{file_name} {next(digests)}\n".encode())
     return Source(name=name, files=len(files), size_bytes=size_bytes, sha256=total.hexdigest())
+
+
+def file_digest(path: Path) -> str:
+    """Returns the hash of a file; of one that cannot be opened, which is reported when it is read, the reason."""
+    try:
+        return file_sha256(path)
+    except OSError as error:
+        return str(error.strerror)

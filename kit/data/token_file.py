@@ -9,6 +9,7 @@ Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files ar
 
 import functools
 import os
+import shutil
 import struct
 import weakref
 from collections.abc import Sequence
@@ -69,6 +70,14 @@ class TokenFileWriter:
         self._index.write(struct.pack("<i", array.size))
         self._documents += 1
         self.num_tokens += array.size
+
+    def append(self, file: "TokenFile") -> None:
+        """Appends all documents of a file whose tokens are of this type."""
+        with file.prefix.with_name(f"{file.prefix.name}.bin").open("rb") as stream:
+            shutil.copyfileobj(stream, self._stream, 1 << 24)
+        self._index.write(np.diff(file.document_starts).astype("<i4").tobytes())
+        self._documents += file.num_documents
+        self.num_tokens += file.num_tokens
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,146 @@
+"""The leader of a build: says when a stage begins, trains the tokenizer, and puts the dataset together at the end."""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.record import write_atomic
+from kit.data.corpus import source_record
+from kit.data.dataset import (
+    DESCRIPTION,
+    FORMAT,
+    VALIDATION_TEXT,
+    DatasetInfo,
+    Split,
+    StoredFile,
+    ValidationDocument,
+)
+from kit.data.pieces import BLOCK_BYTES, SUMMARY, Work
+from kit.data.team import ERROR, Progress, Team, helpers
+from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
+from kit.data.tokenizer import train_tokenizer
+from kit.errors import DataError
+
+TOKENIZER_BYTES = 32_000_000
+"""Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
+
+
+def lead(work: Work, workers: int, size: int, progress: Progress) -> Path:
+    """Returns the folder of the whole dataset within that of its build, in which `size` processes share the work.
+
+    `workers` of them, this one among them, are of this machine.
+
+    Raises:
+        DataError: the text cannot be read, is too little, or does not yield such a vocabulary; a process has gone.
+    """
+    (work.folder / ERROR).unlink(missing_ok=True)
+    with helpers(work.folder, 1, workers, size) as children, progress:
+        team = Team(work, size, children, progress)
+        team.stage("survey", "Reading", [sum(size for _, _, size, _ in part) for part in work.asked["parts"]])
+        surveys = [work.result("survey", part) for part in range(len(work.parts))]
+        if not (work.folder / SUMMARY).exists():
+            _summarise(work, surveys, progress)
+        sizes = [survey["text_bytes"] for survey in surveys]
+        team.stage("encode", "Encoding", sizes)
+        blocks = work.count("block")
+        team.stage("block", "Ordering", [sum(sizes) // blocks] * blocks)
+        return _assemble(work, surveys)
+
+
+def _summarise(work: Work, surveys: list[dict[str, Any]], progress: Progress) -> None:
+    """Writes the sizes, the line between training and held-out documents, and the tokenizer.
+
+    Raises:
+        DataError: there are not two documents, or none would be left to train on.
+    """
+    documents, text_bytes = (sum(survey[key] for survey in surveys) for key in ("documents", "text_bytes"))
+    names = ", ".join(name for name, _ in work.asked["groups"])
+    if documents < 2:
+        raise DataError(
+            f"{names}: {documents} different documents with text; at least 2 are needed, one of them to hold out. "
+            "Add text, allow more with --max-megabytes, or split the text into documents (.jsonl, one per line)."
+        )
+    line = max(work.settings.validation_fraction, math.nextafter(min(survey["smallest"] for survey in surveys), 1.0))
+    if max(survey["largest"] for survey in surveys) < line:
+        raise DataError(
+            f"{names}: all {documents} documents would be held out. Lower validation_fraction, or add text."
+        )
+    told = {"held_out_below": line, "blocks": 1 + text_bytes // BLOCK_BYTES, **work.asked["tokenizer"]}
+    work.summary = told
+    if work.asked["tokenizer"]["tokenizer_file"] is None:
+        tokenizer = train_tokenizer(_training_texts(work, text_bytes, progress), work.settings.vocab_size)
+        write_atomic(work.folder / tokenizer.file_name, tokenizer.data)
+        told.update(tokenizer_file=tokenizer.file_name, eos_id=tokenizer.eos_id)
+    write_atomic(work.folder / SUMMARY, json.dumps(told))
+
+
+def _training_texts(work: Work, text_bytes: int, progress: Progress) -> Iterator[str]:
+    """Yields the text to train a tokenizer on: no held-out document, and a sample of a large corpus."""
+    share, seen = min(1.0, TOKENIZER_BYTES / text_bytes), set[bytes]()
+    with progress.stage("Training the tokenizer", text_bytes) as advance:
+        for part in range(len(work.parts)):
+            for document in work.documents(part):
+                advance(document.num_bytes)
+                is_chosen = not work.held_out(document) and document.draw("tokenizer") < share
+                if is_chosen and document.digest not in seen:
+                    seen.add(document.digest)
+                    yield document.text
+
+
+def _assemble(work: Work, surveys: list[dict[str, Any]]) -> Path:
+    """Merges the blocks into one token file and the held-out documents into another, and describes the whole."""
+    folder, tokenizer = work.folder / "dataset", work.tokenizer
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / tokenizer.file_name).write_bytes(tokenizer.data)
+    blocks = [work.result("block", block) for block in range(work.count("block"))]
+    with TokenFileWriter(folder / "train", tokenizer.vocab_size) as train:
+        for block, told in enumerate(blocks):
+            if told["documents"]:
+                train.append(TokenFile(work.file("block", block, "")))
+    validation, repeated = _held_out(work, folder)
+    groups, digests = work.asked["groups"], iter([digest for survey in surveys for digest in survey["digests"]])
+    files = iter([file for part in work.parts for file in part])
+    sources = tuple(source_record(name, [next(files) for _ in range(count)], digests) for name, count in groups)
+    info = DatasetInfo(
+        format=FORMAT,
+        settings=work.settings.replace(sources=sources),
+        tokenizer_file=tokenizer.file_name,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        train=Split(**{key: sum(told[key] for told in blocks) for key in ("documents", "tokens", "text_bytes")}),
+        validation=validation,
+        duplicates=sum(each["duplicates"] for each in (*surveys, *blocks)) + repeated,
+        empty=sum(survey["empty"] for survey in surveys),
+        skipped=tuple(line for survey in surveys for line in survey["skipped"]),
+        files=tuple(StoredFile.of(file) for file in sorted(folder.iterdir())),
+    )
+    info.write(folder / DESCRIPTION)
+    return folder
+
+
+def _held_out(work: Work, folder: Path) -> tuple[Split, int]:
+    """Writes the held-out documents of all parts, each once; returns their sizes, and how many came again."""
+    tokenizer, text_bytes, repeated = work.tokenizer, 0, 0
+    seen: set[str] = set()
+    with (
+        TokenFileWriter(folder / "validation", tokenizer.vocab_size) as writer,
+        (folder / VALIDATION_TEXT).open("w", encoding="utf-8") as lines,
+    ):
+        for part in range(len(work.parts)):
+            with work.file("encode", part, ".held").open(encoding="utf-8") as rows:
+                for digest, name, text, num_bytes, ids in map(json.loads, rows):
+                    if digest in seen:
+                        repeated += 1
+                        continue
+                    seen.add(digest)
+                    writer.add([*ids, tokenizer.eos_id])
+                    row = ValidationDocument(name, text, len(ids) + 1, num_bytes)
+                    lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
+                    text_bytes += num_bytes
+    return Split(documents=len(seen), tokens=writer.num_tokens, text_bytes=text_bytes), repeated
