@@ -36,7 +36,7 @@ def data_build(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another dataset in that folder")] = False,
     workers: Annotated[
-        int | None, typer.Option(help="processes, of each rank with --site; default: one for each core")
+        int | None, typer.Option(help="processes, with --site of each rank; default: one for each core")
     ] = None,
     site: Annotated[str | None, typer.Option(help="build in a job: a name or a .toml file")] = None,
     nodes: Annotated[int, typer.Option(help="of the site, which share the files out")] = 1,
@@ -49,20 +49,15 @@ def data_build(
     if max_megabytes is not None and not 0 < max_megabytes < 1e12:
         raise ConfigError(f"--max-megabytes {max_megabytes:g}: not allowed. Give a number above 0.")
     asked: dict[str, Any] = {
-        "sources": source,
-        "tokenizer": tokenizer,
-        "vocab_size": vocab_size,
-        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6),
-        "validation_fraction": validation_fraction,
-        "seed": 1234,
-        "text_key": text_key,
-        "skip_corrupt": skip_corrupt,
-        "overwrite": overwrite,
+        "sources": source, "tokenizer": tokenizer, "vocab_size": vocab_size, "seed": 1234,
+        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6), "text_key": text_key,
+        "validation_fraction": validation_fraction, "skip_corrupt": skip_corrupt, "overwrite": overwrite,
         "workers": workers,
-    }
+    }  # fmt: skip
     if site is not None:
         place = _building_site(site, source, tokenizer)
-        asked["workers"] = workers or _cores_of_a_rank(place)
+        cores = place.slurm.cpus_per_task if place.slurm and place.slurm.launcher == "srun" else None
+        asked["workers"] = workers or cores or 1
         run = out.with_name(f"{out.name}-build").absolute()
         if (run / "state.json").exists():
             refuse_live(run)
@@ -84,13 +79,6 @@ def _building_site(name: str, source: list[Path] | None, tokenizer: str | None) 
     if not source or not tokenizer:
         raise ConfigError("--site: give --source, and --tokenizer: one trained by a build of a sample of the text.")
     return site
-
-
-def _cores_of_a_rank(site: Site) -> int:
-    slurm = site.slurm
-    if slurm is None or slurm.cpus_per_task is None:
-        return 1
-    return max(1, slurm.cpus_per_task // (1 if slurm.launcher == "srun" else site.devices_per_node))
 
 
 def _submit(run: Path, folder: Path, site: Site, nodes: int, minutes: float | None) -> None:

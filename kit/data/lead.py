@@ -9,15 +9,7 @@ from typing import Any
 
 from cluster.record import write_atomic
 from kit.data.corpus import source_record
-from kit.data.dataset import (
-    DESCRIPTION,
-    FORMAT,
-    VALIDATION_TEXT,
-    DatasetInfo,
-    Split,
-    StoredFile,
-    ValidationDocument,
-)
+from kit.data.dataset import DESCRIPTION, FORMAT, VALIDATION_TEXT, DatasetInfo, Split, StoredFile, ValidationDocument
 from kit.data.pieces import BLOCK_BYTES, SUMMARY, Work
 from kit.data.team import ERROR, Progress, Team, helpers
 from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype

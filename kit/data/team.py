@@ -4,19 +4,23 @@ Process R of W does every W-th piece of a stage, and says what goes wrong in a f
 """
 
 import contextlib
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from cluster.descendants import become_rank
 from cluster.record import write_atomic
 from kit.data.pieces import OPENS, Advance, Work
 from kit.errors import DataError
 
 LOOK_EVERY_S = 0.1, 2.0
-"""From the first looks at what others have done to the later ones."""
+"""At what others have done: a few processes, and many."""
 TELL_EVERY_S = 30.0
 ERROR = "error.txt"
 
@@ -58,11 +62,14 @@ class Progress:
         self._bars.stop()
 
 
+@dataclasses.dataclass(frozen=True)
 class Team:
-    """The leader's view of the processes of a build: `rank` 0 of `size`, some of them its children."""
+    """The leader's view of the `size` processes of a build: it is the first, some of the others are its children."""
 
-    def __init__(self, work: Work, size: int, children: list[subprocess.Popen[bytes]], progress: Progress) -> None:
-        self.work, self.size, self.children, self.progress = work, size, children, progress
+    work: Work
+    size: int
+    children: list[subprocess.Popen[bytes]]
+    progress: Progress
 
     def stage(self, stage: str, title: str, sizes: list[int]) -> None:
         """Returns when all pieces of a stage are done; `sizes` are their bytes of text.
@@ -74,7 +81,6 @@ class Team:
         if not opening.exists():
             write_atomic(opening, "{}")
         left = {number for number in range(len(sizes)) if not work.is_done(stage, number)}
-        wait_s, longest_s = LOOK_EVERY_S
         with self.progress.stage(title, sum(sizes), sum(sizes) - sum(sizes[number] for number in left)) as advance:
             for number in range(0, len(sizes), self.size):
                 if number in left:
@@ -86,8 +92,7 @@ class Team:
                 advance(sum(sizes[number] for number in done))
                 if left := left - done:
                     self._check()
-                    time.sleep(wait_s)
-                    wait_s = min(longest_s, 1.2 * wait_s)
+                    time.sleep(LOOK_EVERY_S[self.size > 64])
 
     def _check(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -102,15 +107,9 @@ class Team:
 
 def follow(work: Work, rank: int, size: int) -> None:
     """Does the pieces of process `rank` of `size`, and returns when the build is over and its folder gone."""
-    leader = os.getppid()
-
-    def advance(_: int) -> None:
-        if os.getppid() != leader:
-            raise SystemExit(f"process {rank} of a build: whoever started it has gone")
 
     def wait_for(name: str) -> None:
         while work.folder.exists() and not (work.folder / name).exists():
-            advance(0)
             time.sleep(LOOK_EVERY_S[size > 64])
 
     try:
@@ -118,7 +117,7 @@ def follow(work: Work, rank: int, size: int) -> None:
             wait_for(opening)
             for number in range(rank, work.count(stage), size):
                 if not work.is_done(stage, number):
-                    work.do(stage, number, advance)
+                    work.do(stage, number, lambda _: None)
         wait_for("its end")  # since a task that leaves earlier would end a job
     except Exception as error:
         if work.folder.exists():
@@ -129,16 +128,20 @@ def follow(work: Work, rank: int, size: int) -> None:
 
 @contextlib.contextmanager
 def helpers(folder: Path, first: int, end: int, size: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Starts processes `first` .. `end` - 1 of `size` on this machine; at the end of the block none of them is left."""
+    """Starts processes `first` .. `end` - 1 of `size` here; none outlives the end of the block, or this process."""
     started = []
+    how: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL,
+        "env": {**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # there is a process for each core
+        "preexec_fn": functools.partial(become_rank, os.getpid()),
+    }  # fmt: skip
     try:
         for rank in range(first, end):
             command = [sys.executable, "-m", "kit.data", str(folder), str(rank), str(size)]
-            quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
-            started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=quiet))
+            started.append(subprocess.Popen(command, **how))
         yield started
     finally:
         for child in started:
-            child.kill()  # SIGTERM may be blocked, as in a rank under Slurm
+            child.kill()
         for child in started:
             child.wait()
