@@ -27,11 +27,15 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains a small model for as long as it is watched, about ten steps a second."""
+    """A job that trains a small model for as long as it is watched, ten steps a second, asleep for most of each."""
     spec = ModelSpec.gpt(
-        name="small-gpt", num_layers=4, hidden_size=128, num_heads=4, vocab_size=300, sequence_length=128
+        name="small-gpt", num_layers=2, hidden_size=64, num_heads=4, vocab_size=300, sequence_length=64
     )
-    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=1_000_000, learning_rate=1e-3, warmup_steps=20)
+    hook = tmp_path_factory.mktemp("hook") / "pace.py"
+    hook.write_text("import time\n\n\ndef on_step(state):\n    time.sleep(0.09)\n    return {}\n")
+    recipe = Recipe(
+        data=str(tiny_dataset.directory), num_steps=1_000_000, learning_rate=1e-3, warmup_steps=20, hook=str(hook)
+    )
     plan = Plan(micro_batch_size=4, global_batch_size=4)
     run = kit.launch(tmp_path_factory.mktemp("lab") / "small", spec=spec, plan=plan, recipe=recipe)
     yield run
