@@ -41,7 +41,7 @@ class Past:
 
 
 def has_document_kernel(device: torch.device, precision: str) -> bool:
-    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs, in 16 bits, where it takes grouped heads."""
+    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs in 16 bits, if it takes grouped heads."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return is_nvidia and precision != "fp32" and "enable_gqa" in inspect.signature(varlen_attn).parameters
 
