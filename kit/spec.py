@@ -29,6 +29,22 @@ class FlopBasis(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling(Record):
+    """Rotary frequencies stretched for longer sequences, as in Llama 3.1 (arXiv 2407.21783); see `rotary_table`."""
+
+    factor: float = field_doc("by which low frequencies are divided", default=8.0)
+    low_freq_factor: float = field_doc("full turns in original_length up to which a frequency is low", default=1.0)
+    high_freq_factor: float = field_doc("from which it is left as it is", default=4.0)
+    original_length: int = field_doc("tokens of the sequences before", default=8192)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_length > 0):
+            raise ConfigError(f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0, "
+                              f"low_freq_factor below high_freq_factor.")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(Record):
     """The shapes of one decoder-only transformer (GPT or Llama family)."""
 
@@ -47,6 +63,7 @@ class ModelSpec(Record):
     tied_embeddings: bool = field_doc("output projection shares the embedding's weight")
     norm_eps: float = field_doc("added to the variance", default=1e-5)
     rope_theta: float = field_doc("rotary base", default=10_000.0)
+    rope_scaling: RopeScaling | None = field_doc("rotary frequencies for longer sequences", default=None)
     init_std: float = field_doc("standard deviation of the initial weights", default=0.02)
     scaled_init: bool = field_doc("divide the init of residual output projections by sqrt(2 L)", default=True)
 

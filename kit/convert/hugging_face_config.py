@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from cluster.record import suggestion
 from kit.errors import ConfigError
-from kit.spec import ModelSpec
+from kit.spec import ModelSpec, RopeScaling
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in GPT-2's configuration, and the kit's."""
@@ -62,6 +62,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers takes where a configuration is silent."""
 ROPE_THETA = 10_000.0
 """The same, for rotary frequencies."""
+ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_length",
+}
+"""Of rope_type `llama3`: their names, and the kit's."""
 ALIASES = {
     "llama": {},
     "gpt2": {
@@ -113,7 +120,7 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         return {
             "architectures": ["LlamaForCausalLM"],
             "head_dim": spec.head_size,
-            "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+            "rope_parameters": _rope_parameters(spec),
             "hidden_act": "silu",
             "mlp_bias": spec.bias,
             **common,
@@ -124,6 +131,13 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **common,
     }
+
+
+def _rope_parameters(spec: ModelSpec) -> dict[str, Any]:
+    scaling = (
+        {theirs: getattr(spec.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()} if spec.rope_scaling else {}
+    )
+    return {"rope_type": "llama3" if scaling else "default", "rope_theta": spec.rope_theta, **scaling}
 
 
 def load_spec(name: str) -> ModelSpec:
@@ -178,11 +192,11 @@ def _llama(config: dict[str, Any], name: str) -> ModelSpec:
             f"imported, the kit's decoder has biases in both or in neither. {ELSEWHERE}"
         )
     shapes = _shapes({**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, "llama")
-    return ModelSpec.llama(name=name, rope_theta=_rope_theta(config), **shapes)
+    return ModelSpec.llama(name=name, **_rope(config), **shapes)
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
-    """Returns the base of the rotary frequencies, which must not be scaled.
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the base of the rotary frequencies, and how they are scaled, which may be as in Llama 3.1 only.
 
     `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before the older `type`, and
     `rope_theta` before the one beside it. A `rope_type` at the top means nothing. All as transformers reads it.
@@ -192,12 +206,16 @@ def _rope_theta(config: dict[str, Any]) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     by_layer = [key for key, value in rope.items() if isinstance(value, dict)]
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if kind != "default" or by_layer or partial not in (None, 1):
+    if kind not in ("default", "llama3") or by_layer or partial not in (None, 1):
         raise ConfigError(
-            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default' only, over whole "
-            f"heads, for all layers. {ELSEWHERE}"
+            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default' or 'llama3', over "
+            f"whole heads, for all layers. {ELSEWHERE}"
         )
-    return float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA)))
+    given = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+    scaling = (
+        RopeScaling(**{ours: given[theirs] for theirs, ours in ROPE_SCALING.items()}) if kind == "llama3" else None
+    )
+    return {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))), "rope_scaling": scaling}
 
 
 def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:

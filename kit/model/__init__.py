@@ -247,11 +247,17 @@ def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
     """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
 
     Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when needed, so
-    that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864).
+    that building on the meta device needs no refill. Source: RoFormer (arXiv 2104.09864); with `spec.rope_scaling`, by
+    how many turns a frequency makes in the original length, transformers' `_compute_llama3_parameters`.
     """
     # In this order of operations, so that long sequences get transformers' numbers to the last bit.
     exponent_D = torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
     frequency_D = 1.0 / spec.rope_theta**exponent_D
+    if scaling := spec.rope_scaling:
+        turns_D = scaling.original_length / (2 * math.pi / frequency_D)
+        range_ = scaling.high_freq_factor - scaling.low_freq_factor
+        kept_D = ((turns_D - scaling.low_freq_factor) / range_).clamp(0, 1)
+        frequency_D = (1 - kept_D) * frequency_D / scaling.factor + kept_D * frequency_D
     angle_TD = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency_D).repeat(1, 2)
     return torch.stack((angle_TD.cos(), angle_TD.sin()))
 

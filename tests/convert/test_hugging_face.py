@@ -17,7 +17,7 @@ from kit.data import load_tokenizer
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
-from kit.spec import ModelSpec
+from kit.spec import ModelSpec, RopeScaling
 
 LLAMA = ModelSpec.llama(
     name="tiny", num_layers=3, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=96, vocab_size=300,
@@ -29,6 +29,7 @@ GPT = ModelSpec.gpt(
 SPECS = {
     "Llama": LLAMA,
     "Llama, tied, with biases": LLAMA.replace(tied_embeddings=True, bias=True),
+    "Llama 3.1": LLAMA.replace(rope_scaling=RopeScaling(factor=4.0, original_length=16), rope_theta=500.0),
     "GPT, tied": GPT,
     "GPT, untied, gelu by tanh": GPT.replace(tied_embeddings=False, activation="gelu_tanh", ffn_hidden_size=100),
 }
@@ -118,7 +119,7 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
     [
         ({"model_type": "mistral"}, "config.model_type: 'mistral' cannot be imported.*Allowed: gpt2, llama"),
         ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "config.rope_parameters: .*'llama3'.*'default' only"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "config.rope_parameters: .*'default' or 'llama3'"),
         ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "config.rope_parameters: .*'linear'"),
         ({"rope_parameters": {"rope_type": "yarn"}, "rope_type": "default"}, "config.rope_parameters: .*'yarn'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "over whole heads"),
@@ -145,6 +146,11 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "default"}, "rope_theta": 5e5},
     {"rope_scaling": {"type": "default", "rope_theta": 7e5}, "rope_parameters": {"rope_theta": 1e6}},
     {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5},
+    {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "rope_theta": 5e5,
+        "max_position_embeddings": 16,
+    },
     {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 5e5, "rope_type": "linear"},
     {"rope_parameters": {}, "rope_scaling": None, "partial_rotary_factor": 1.0},
     {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
