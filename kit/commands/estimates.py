@@ -20,10 +20,13 @@ app.add_typer(bench_app, name="bench", help="Measure the machine at hand.")
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="preset, spec.json or config.json", metavar="MODEL")],
     site: Annotated[str, typer.Option(help="the machine: a name or a .toml file")],
     devices: Annotated[int, typer.Option(help="how many; all are used")],
     batch: Annotated[int, typer.Option(help="sequences in one optimizer step")],
+    name: Annotated[
+        str | None, typer.Argument(help="preset, spec.json, config.json or torchtitan:FLAVOUR", metavar="MODEL")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="the same, or Megatron's arguments (a text or a .txt)")] = None,
     tokens: Annotated[float | None, typer.Option(help="training budget, for days and price, e.g. 1.8e12")] = None,
     max_risk: Annotated[float, typer.Option(help="highest accepted probability of running out of memory")] = 0.05,
     count: Annotated[int, typer.Option(help="layouts to show")] = 5,
@@ -36,10 +39,12 @@ def plan(
     """Find the fastest layout of a model on a machine, and say why it is."""
     from kit.estimate.choose.report import plan_report
 
+    if (asked := name or model) is None or name and model:
+        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b ...`, or by --model.")
     if out is not None:
         _check_out(out)
     report = plan_report(
-        model, site=site, devices=devices, batch=batch, tokens=tokens, max_risk=max_risk, count=count,
+        asked, site=site, devices=devices, batch=batch, tokens=tokens, max_risk=max_risk, count=count,
         choose=choose,
         engine=engine, only=_choices(only or []),
     )  # fmt: skip

@@ -35,9 +35,7 @@ which a GPU may wait. Compile it (--set plan.compile=true), or use --set plan.re
 @app.command()
 def launch(
     run: RunArgument,
-    model: Annotated[
-        str | None, typer.Option(help="preset, spec.json or config.json; default: the recipe's, or demo")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="as `kit plan --model`; default: the recipe's, or demo")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="a .toml or .json of Recipe's fields, or a published one: frontier-175b, hlat-7b")
     ] = None,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.record import suggestion
+from kit.convert.other_trainers import megatron_spec, read_arguments, torchtitan_spec
 from kit.errors import ConfigError
 from kit.spec import ModelSpec, RopeScaling
 
@@ -143,14 +144,22 @@ def _rope_parameters(spec: ModelSpec) -> dict[str, Any]:
 def load_spec(name: str) -> ModelSpec:
     """Returns a model by name: a preset, or a spec.json, or Hugging Face's config.json, or the folder of either.
 
+    Or Megatron's arguments, as they are or in a .txt or .sh; or `torchtitan:` with a flavour of torchtitan's.
+
     Raises:
         ConfigError: there is no such preset, or the file is missing, or tells of no model that the kit has.
     """
+    if name.startswith("torchtitan:"):
+        return torchtitan_spec(name.removeprefix("torchtitan:"))
+    if name.lstrip().startswith("--"):
+        return megatron_spec(read_arguments(name), [])
     file = Path(name).expanduser()
     if file.is_dir():
         file = next(
             (file / each for each in ("spec.json", "config.json") if (file / each).exists()), file / "config.json"
         )
+    if file.suffix in (".txt", ".sh") and file.is_file():
+        return megatron_spec(read_arguments(file.read_text(encoding="utf-8")), [])
     if file.suffix != ".json":
         return ModelSpec.preset(name)
     try:

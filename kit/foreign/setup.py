@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from cluster.record import ConfigError
+from kit.convert.other_trainers import megatron_spec
 from kit.foreign.logs import LoggedStep, LogParser, number
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -49,7 +50,7 @@ def describe(
         ConfigError: something is neither in the log nor given, or what was given contradicts the log.
     """
     notes: list[str] = []
-    spec = (spec or _spec(parser.arguments, notes)).replace(**changes["spec"])
+    spec = (spec or megatron_spec(parser.arguments, notes)).replace(**changes["spec"])
     batch = _printed_batch(parser.arguments, logged, changes["plan"])
     asked = changes["plan"].get("global_batch_size")
     share = Fraction(asked, batch) if asked else _engine_share(parser, notes)
@@ -69,38 +70,6 @@ def describe(
         spec=spec, plan=plan, recipe=recipe, printed_batch=batch, engine_share=share, interval=interval,
         notes=tuple(notes),
     )  # fmt: skip
-
-
-def _spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
-    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
-    missing = [name for name in names if not arguments.get(name, "").isdigit()]
-    if missing:
-        raise ConfigError(
-            f"model: the log does not tell {', '.join(missing)}. Give --model with a preset or a spec.json, and "
-            f"--set spec.KEY=VALUE for what differs."
-        )
-    heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
-    groups = "num_query_groups" if arguments.get("group_query_attention") == "True" else "num_key_value_heads"
-    gated = arguments.get("swiglu") == "True" or arguments.get("glu_activation") == "swiglu"
-    kind = arguments.get("position_embedding_type", "").lower()
-    rotary = arguments.get("use_rotary_position_embeddings") == "True" or "rope" in kind or "rotary" in kind
-    if not rotary and kind and "learned" not in kind and "absolute" not in kind:
-        notes.append(f"positions {arguments['position_embedding_type']!r} are counted as learned ones")
-    return ModelSpec(
-        name=f"imported-{arguments['num_layers']}x{hidden}",
-        num_layers=int(arguments["num_layers"]),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=_whole(arguments, groups, heads),
-        ffn_hidden_size=_whole(arguments, "ffn_hidden_size", 4 * hidden),
-        vocab_size=int(arguments["padded_vocab_size"]),
-        sequence_length=int(arguments["seq_length"]),
-        norm="rmsnorm" if "rms" in arguments.get("normalization", "").lower() else "layernorm",
-        positions="rotary" if rotary else "learned",
-        activation="swiglu" if gated else "gelu",
-        bias=arguments.get("add_bias_linear") != "False",
-        tied_embeddings=arguments.get("untie_embeddings_and_output_weights") != "True",
-    )
 
 
 def _engine_share(parser: LogParser, notes: list[str]) -> Fraction:
