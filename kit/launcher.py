@@ -56,6 +56,8 @@ def launch(
     site = Site.load(site) if isinstance(site, str) else site
     if site.login is None:
         recipe = located(recipe)
+    if recipe.hook is not None:  # which is read here, wherever the job runs
+        recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
     plan.check(spec)
     alarm = find_alarm()
     site = on_device(site, plan, device)

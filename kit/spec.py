@@ -30,18 +30,21 @@ class FlopBasis(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling(Record):
-    """Rotary frequencies stretched for longer sequences, as in Llama 3.1 (arXiv 2407.21783); see `rotary_table`."""
+    """Rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783), by Hugging Face's names."""
 
     factor: float = field_doc("by which low frequencies are divided", default=8.0)
-    low_freq_factor: float = field_doc("full turns in original_length up to which a frequency is low", default=1.0)
-    high_freq_factor: float = field_doc("from which it is left as it is", default=4.0)
-    original_length: int = field_doc("tokens of the sequences before", default=8192)
+    low_freq_factor: float = field_doc("turns in the original length up to which a frequency is low", default=1.0)
+    high_freq_factor: float = field_doc("turns from which it is left as it is", default=4.0)
+    original_max_position_embeddings: int = field_doc("the original length, in tokens", default=8192)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor and self.original_length > 0):
-            raise ConfigError(f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0, "
-                              f"low_freq_factor below high_freq_factor.")  # fmt: skip
+        if not (
+            0 < self.low_freq_factor < self.high_freq_factor and self.factor * self.original_max_position_embeddings > 0
+        ):
+            raise ConfigError(
+                f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0, the low one below."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

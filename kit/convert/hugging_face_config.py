@@ -1,5 +1,6 @@
 """Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, Literal
@@ -63,13 +64,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers takes where a configuration is silent."""
 ROPE_THETA = 10_000.0
 """The same, for rotary frequencies."""
-ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_length",
-}
-"""Of rope_type `llama3`: their names, and the kit's."""
 ALIASES = {
     "llama": {},
     "gpt2": {
@@ -121,7 +115,11 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         return {
             "architectures": ["LlamaForCausalLM"],
             "head_dim": spec.head_size,
-            "rope_parameters": _rope_parameters(spec),
+            "rope_parameters": {
+                "rope_type": "llama3" if spec.rope_scaling else "default",
+                "rope_theta": spec.rope_theta,
+                **(spec.rope_scaling.to_dict() if spec.rope_scaling else {}),
+            },
             "hidden_act": "silu",
             "mlp_bias": spec.bias,
             **common,
@@ -132,13 +130,6 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **common,
     }
-
-
-def _rope_parameters(spec: ModelSpec) -> dict[str, Any]:
-    scaling = (
-        {theirs: getattr(spec.rope_scaling, ours) for theirs, ours in ROPE_SCALING.items()} if spec.rope_scaling else {}
-    )
-    return {"rope_type": "llama3" if scaling else "default", "rope_theta": spec.rope_theta, **scaling}
 
 
 def load_spec(name: str) -> ModelSpec:
@@ -220,10 +211,10 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
             f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default' or 'llama3', over "
             f"whole heads, for all layers. {ELSEWHERE}"
         )
-    given = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
-    scaling = (
-        RopeScaling(**{ours: given[theirs] for theirs, ours in ROPE_SCALING.items()}) if kind == "llama3" else None
-    )
+    scaling = None
+    if kind == "llama3":
+        given = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+        scaling = RopeScaling(**{field.name: given[field.name] for field in dataclasses.fields(RopeScaling)})
     return {"rope_theta": float(rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))), "rope_scaling": scaling}
 
 

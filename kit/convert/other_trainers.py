@@ -69,7 +69,7 @@ def read_arguments(text: str) -> dict[str, str]:
         elif found.get(name) == "True" and name not in FLAGS:
             found[name] = word
     whole = {key: int(value) for key, value in found.items() if value.isdigit()}
-    hidden, heads = whole.get("hidden_size", 0), whole.get("num_attention_heads", 1)
+    hidden, heads = whole.get("hidden_size", 0), whole.get("num_attention_heads") or 1
     fixed = {**FIXED, "kv_channels": (str(hidden // heads),)}
     for key, value in found.items():
         if key in REFUSED or value not in fixed.get(key, (value,)):
@@ -110,7 +110,7 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
         except (StopIteration, ValueError):
             return default
 
-    factor = value(8.0, "rope_scaling_factor")
+    scaling = RopeScaling(factor=value(8.0, "rope_scaling_factor"))
     return ModelSpec(
         name=f"megatron-{arguments['num_layers']}x{hidden}",
         num_layers=int(arguments["num_layers"]),
@@ -127,5 +127,5 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
         tied_embeddings=arguments.get("untie_embeddings_and_output_weights") != "True",
         norm_eps=value(1e-5, "norm_epsilon", "layernorm_epsilon"),
         rope_theta=value(10_000, "rotary_base"),
-        rope_scaling=RopeScaling(factor=factor) if arguments.get("use_rope_scaling") == "True" else None,
+        rope_scaling=scaling if arguments.get("use_rope_scaling") == "True" else None,
     )

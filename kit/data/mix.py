@@ -73,14 +73,10 @@ def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float
 
 def located(recipe: Recipe) -> Recipe:
     """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that match it now."""
-
-    def full(path: str) -> str:
-        return str(Path(path).expanduser().resolve())
-
     shards = [[shard for path in source.paths for shard in _shards(path)] for source in recipe.sources]
     sources = [source.replace(paths=paths) for source, paths in zip(recipe.sources, shards, strict=True)]
-    files = {name: path and full(path) for name, path in (("init_from", recipe.init_from), ("hook", recipe.hook))}
-    return recipe.replace(data=full(recipe.data), sources=sources, **files)
+    begin = recipe.init_from and str(Path(recipe.init_from).expanduser().resolve())
+    return recipe.replace(data=str(Path(recipe.data).expanduser().resolve()), sources=sources, init_from=begin)
 
 
 def _shards(path: str) -> list[str]:

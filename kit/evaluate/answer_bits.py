@@ -34,11 +34,9 @@ def _task_bits(task: Any) -> list[float]:
         document = requests[0].doc
         # As the harness: where choices are different prompts, what is right is told in place of the prompt.
         right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
-        choices = task.doc_to_choice(document)
-        places = [
-            choices.index(one) if one in choices else one for one in (right if isinstance(right, list) else [right])
-        ]
-        bits = [_bits(task, request) for request in requests if request.idx in places and request.idx < len(choices)]
+        rights, choices = right if isinstance(right, list) else [right], task.doc_to_choice(document)
+        places = [choices.index(one) if one in choices else one for one in rights]
+        bits = [_bits(task, request) for request in requests[: len(choices)] if request.idx in places]
         found += [min(bits)] if bits else []
     return found
 

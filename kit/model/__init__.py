@@ -254,7 +254,7 @@ def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
     exponent_D = torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
     frequency_D = 1.0 / spec.rope_theta**exponent_D
     if scaling := spec.rope_scaling:
-        turns_D = scaling.original_length / (2 * math.pi / frequency_D)
+        turns_D = scaling.original_max_position_embeddings / (2 * math.pi / frequency_D)
         range_ = scaling.high_freq_factor - scaling.low_freq_factor
         kept_D = ((turns_D - scaling.low_freq_factor) / range_).clamp(0, 1)
         frequency_D = (1 - kept_D) * frequency_D / scaling.factor + kept_D * frequency_D

@@ -67,6 +67,4 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
 
 
 def _accuracies(curves: list[ScoreCurve]) -> list[ScoreCurve]:
-    return [
-        curve for curve in curves if not curve.metric.startswith((ANSWER_BITS, "bits", "byte", "likelihood", "word"))
-    ]
+    return [curve for curve in curves if not curve.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))]

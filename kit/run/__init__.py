@@ -70,20 +70,17 @@ class Run:
     def asked(self) -> dict[str, str]:
         """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there.
 
-        A hook whose file is gone stays the copy that the directory has.
-
         Raises:
-            RunError: the hook cannot be read, and there is no copy.
+            RunError: the hook's file cannot be read, and there is no copy of it from an earlier launch.
         """
         records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
         texts = {f"{name}.json": record.to_json() for name, record in records.items()}
-        if self.recipe.hook is not None:
+        if (hook := self.recipe.hook) is not None:
             try:
-                texts = {HOOK: Path(self.recipe.hook).expanduser().read_text(encoding="utf-8"), **texts}
+                return {HOOK: Path(hook).read_text(encoding="utf-8"), **texts}
             except (OSError, UnicodeDecodeError) as error:
-                if not (self.directory / HOOK).exists():
-                    raise RunError(f"recipe.hook: {self.recipe.hook!r} cannot be read ({error}). Give a Python file.") \
-                        from error  # fmt: skip
+                if not (self.is_mirror or (self.directory / HOOK).exists()):
+                    raise RunError(f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file.") from error
         return texts
 
     @classmethod

@@ -25,9 +25,7 @@ class StepState:
     learning_rate: float
     rank: int
     num_ranks: int
-    parts: tuple[
-        torch.nn.Module, ...
-    ]  # what this rank of the native engine holds, after the update: stages of DTensors
+    parts: tuple[torch.nn.Module, ...]  # of engine native: what this rank holds, after the update
 
 
 class Hook:
@@ -75,10 +73,9 @@ class Hook:
 
     def _told(self, error: Exception) -> str:
         """Returns file, line and error; of a line elsewhere the one in the file that led to it."""
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(self.file)
-        ]
-        line = getattr(error, "lineno", None) or next(iter(reversed(lines)), None)
+        calls = reversed(traceback.extract_tb(error.__traceback__))
+        ours = next((call.lineno for call in calls if call.filename == str(self.file)), None)
+        line = getattr(error, "lineno", None) or ours
         return f"{HOOK}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
 
 

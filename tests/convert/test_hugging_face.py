@@ -29,7 +29,9 @@ GPT = ModelSpec.gpt(
 SPECS = {
     "Llama": LLAMA,
     "Llama, tied, with biases": LLAMA.replace(tied_embeddings=True, bias=True),
-    "Llama 3.1": LLAMA.replace(rope_scaling=RopeScaling(factor=4.0, original_length=16), rope_theta=500.0),
+    "Llama 3.1": LLAMA.replace(
+        rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=16), rope_theta=500.0
+    ),
     "GPT, tied": GPT,
     "GPT, untied, gelu by tanh": GPT.replace(tied_embeddings=False, activation="gelu_tanh", ffn_hidden_size=100),
 }
