@@ -21,6 +21,8 @@ from cluster.state import parsed, read_record
 MANY = 64
 """Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its log."""
 COLLECT_EVERY_S = 2.0
+PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
+"""Of a step, columns of the metrics; a wait for other ranks or the network lies within the others."""
 PLACE = "KIT_PLACE"
 """Names the abstract Unix socket at which the keeper of this node takes heartbeats."""
 
@@ -36,6 +38,8 @@ class RankHeartbeat(Record):
     step_time_s: float | None = field_doc("its duration", default=None)
     host: str | None = field_doc("where the rank runs", default=None)
     work_s: float | None = field_doc("of that step: without the wait for other ranks, where it is known", default=None)
+    parts_s: tuple[float | None, ...] = field_doc("medians of its last steps, in the order of PARTS", default=())
+    own_s: float | None = field_doc("of its last steps the median of `work_s`, where its waits are known", default=None)
 
     @property
     def line(self) -> bytes:

@@ -1,11 +1,13 @@
 """Is a run as fast as it should be? What the estimate says of its plan on its site, beside what its steps took."""
 
 import dataclasses
+import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
 from cluster.record import ConfigError, Record, field_doc
 from cluster.site import Site
 from kit.errors import RunError
@@ -44,6 +46,7 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Parts of a step in words, what tells most first: their column of the metrics, and the terms of the estimate that they
 should take. A wait for others lies within the other parts."""
+LINKS_WAIT = "the links, or ranks slow by turns, for which every rank waits"
 LINKS = ("links inside a node", "the network between nodes")
 
 
@@ -52,15 +55,17 @@ class Suspect(Record):
     """What would alone explain a slow step: a part of the machine, or a part of the step that was measured."""
 
     part: str = field_doc("in words")
+    others_s: float | None = field_doc("of a step, as the other ranks measured it", default=None)
     speed: float | None = field_doc(
         "share of the site file's number at which the step takes what it took", default=None
     )
     measured: float | None = field_doc("share that was measured at the start of the job", default=None)
-    seconds: float | None = field_doc("of a step, as rank 0 measured it", default=None)
+    seconds: float | None = field_doc("of a step, as rank 0, or the rank that is named, measured it", default=None)
 
     def __str__(self) -> str:
         if self.speed is None:
-            return f"{self.part}, {self.seconds:.3g} s a step (measured)"
+            others = "" if self.others_s is None else f"; the other ranks work {self.others_s:.3g} s"
+            return f"{self.part}, {self.seconds:.3g} s a step{others} (measured)"
         seen = "" if self.measured is None else f" (measured at the start: {self.measured:.0%})"
         return f"{self.part} at {self.speed:.0%} of the site file's number{seen}"
 
@@ -69,6 +74,7 @@ class Suspect(Record):
 class Expectation:
     """What a step of an attempt should take."""
 
+    attempt: int
     plan: Plan
     site: Site
     calibration: Calibration
@@ -140,7 +146,7 @@ def expectation(run: Run, attempt: int) -> Expectation:
     prediction = calibration.predict(layouts, hardware)
     terms = {name: _one(value) for name, value in prediction.step_time.terms_s.items()}
     return Expectation(
-        plan=plan, site=site, calibration=calibration, layouts=layouts, hardware=hardware,
+        attempt=attempt, plan=plan, site=site, calibration=calibration, layouts=layouts, hardware=hardware,
         expected_s=_one(prediction.total_s), low_s=_one(prediction.low_s), high_s=_one(prediction.high_s),
         terms_s=dict(sorted(terms.items(), key=lambda item: -item[1])), warnings=prediction.warnings,
     )  # fmt: skip
@@ -212,7 +218,7 @@ def _parts(metrics: Metrics, rows: np.ndarray, took_s: float) -> dict[str, float
 
 
 def _suspects(run: Run, expected: Expectation, took_s: float, parts_s: dict[str, float]) -> list[Suspect]:
-    """Returns what would alone explain it: a part of the step that was measured, then parts of the machine.
+    """Returns what would alone explain it: a rank or a part of the step, as measured, then parts of the machine.
 
     Those go by how unusual such a speed would be; what was measured to be well goes last.
     """
@@ -221,13 +227,34 @@ def _suspects(run: Run, expected: Expectation, took_s: float, parts_s: dict[str,
     surplus = {name: own_s[name] - sum(expected.terms_s[term] for term in MEASURED[name][1]) for name in own_s}
     told = [name for name in MEASURED if surplus.get(name, 0.0) > half_s]
     machine = _machine_suspects(run, expected, took_s, parts_s.get(OPTIMIZER))
-    if (waits_s := surplus.get(WAITS)) is not None:  # a rank computes or waits
-        machine.sort(key=lambda suspect: (suspect.part in LINKS) != (waits_s > half_s))
+    usual_s = sum(expected.terms_s[term] for term in MEASURED[WAITS][1])
+    by_rank = _by_rank(read_rank_heartbeats(run.directory, expected.attempt), half_s, usual_s)
+    if by_rank:  # it says whom they wait for
+        told = [name for name in told if name != WAITS]
+    is_links = bool(by_rank) and by_rank[0].part == LINKS_WAIT
+    if is_links and any(suspect.part in LINKS for suspect in machine):  # which say more
+        by_rank = []
+    if is_links or (waits_s := surplus.get(WAITS)) is not None:  # a rank computes or waits
+        machine.sort(key=lambda suspect: (suspect.part in LINKS) != (is_links or waits_s > half_s))
     if machine:  # which say more
         told = [name for name in told if name != PASSES]
     elif surplus and not told:
         told = [max(surplus, key=surplus.__getitem__)]
-    return [*(Suspect(part=name, seconds=parts_s[name]) for name in told), *machine]
+    return [*by_rank, *(Suspect(part=name, seconds=parts_s[name]) for name in told), *machine]
+
+
+def _by_rank(beats: list[RankHeartbeat], least_s: float, usual_s: float) -> list[Suspect]:
+    """Returns what the ranks tell together: one works longer by at least `least_s`, or all wait so beyond `usual_s`."""
+    own = {beat.rank: seconds for beat in beats if (seconds := beat.own_s) is not None}
+    if len(own) < 2:
+        return []
+    slow = max(beats, key=lambda beat: own.get(beat.rank, 0.0))
+    others_s = statistics.median(seconds for rank, seconds in own.items() if rank != slow.rank)
+    if own[slow.rank] - others_s > least_s:
+        where = f" on {slow.host}" if slow.host else ""
+        return [Suspect(part=f"the work of rank {slow.rank}{where}", seconds=own[slow.rank], others_s=others_s)]
+    waits_s = min(beat.parts_s[-1] or 0.0 for beat in beats if beat.rank in own)
+    return [Suspect(part=LINKS_WAIT, seconds=waits_s)] if waits_s - usual_s > least_s else []
 
 
 def _machine_suspects(run: Run, expected: Expectation, took_s: float, optimizer_s: float | None) -> list[Suspect]:

@@ -56,7 +56,7 @@ class Outlook:
 
     def again(self, run: Run) -> None:
         """Forgets when it last looked: the run has another attempt or another site."""
-        self.run, self._due = run, 0.0
+        self.run, self._due, self.verdict = run, 0.0, ""
 
     def facts(self) -> dict[str, Any]:
         """Returns the answers as plain values, for JSON."""
@@ -89,10 +89,12 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
         band = _band(run, attempt, expected)
         try:
             found = pace(run)
-            return band, found.verdict, found.parts_s
+            if found.attempt == attempt:  # else it has no step yet
+                return band, found.verdict, found.parts_s
         except RunError:
-            words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.calibration.label})"
-            return band, f"expected: {words}; too few steps to compare", {}
+            pass
+        words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.calibration.label})"
+        return band, f"expected: {words}; too few steps to compare", {}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         return band, f"no estimate: {str(error).splitlines()[0] if str(error) else type(error).__name__}", {}
 

@@ -5,10 +5,11 @@ import math
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from cluster.heartbeats import read_rank_heartbeats
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
 
 SAMPLES, BLOCKS = 120, 12
 MIN_SAMPLES = 2 * BLOCKS
@@ -19,6 +20,8 @@ SLOW = 1.15
 BY_CHANCE = 1e-5
 """How likely noise may be to make any rank look slower than that at one look. A look a second is 86,400 a day, of which
 720 share no sample."""
+SPLIT = 5
+"""Ranks whose steps are shown by their parts."""
 SHARE = 0.1
 """Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are read less often."""
 
@@ -66,6 +69,7 @@ class RankTimes:
         if step <= (self.steps[-1] if self.steps else -1):
             return False
         column = np.full(self.num_ranks, np.nan, dtype=np.float32)
+        self.beats = {beat.rank: beat for beat in beats}
         for beat in beats:
             own = beat.step_time_s if beat.work_s is None else beat.work_s  # a whole step includes waiting for the slow
             column[beat.rank] = np.nan if own is None else own
@@ -93,6 +97,21 @@ class RankTimes:
         starts = np.arange(0, self.num_ranks, size)
         return np.stack([np.fmax.reduceat(column, starts) for column in self.samples], axis=1)
 
+    def split(self) -> list[dict[str, Any]]:
+        """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank order.
+
+        `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most of it lies.
+        """
+        told = {
+            rank: beat.own_s or sum(filter(None, beat.parts_s)) for rank, beat in self.beats.items() if beat.parts_s
+        }
+        rows = []
+        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:SPLIT]):
+            seconds = [part or 0.0 for part in self.beats[rank].parts_s]
+            seconds[1] = max(0.0, seconds[1] - seconds[-1])
+            rows.append({"rank": rank, "host": self.hosts.get(rank), "seconds": seconds})
+        return rows
+
     def slowest(self) -> Straggler | None:
         """Returns the slowest rank of one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples."""
         samples = self.samples  # replaced as a whole at each look, after which what was found is old
@@ -112,6 +131,7 @@ class RankTimes:
         self.steps: list[int] = []
         self.samples: list[np.ndarray] = []
         self.hosts: dict[int, str | None] = {}
+        self.beats: dict[int, RankHeartbeat] = {}
         self._rest_until = 0.0
         self._judged: list[np.ndarray] | None = None
         self._found: tuple[int, float, float] | None = None

@@ -151,12 +151,13 @@ class Trainer:
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
         samples = self.batches.at(self.consumed, self.plan.global_batch_size)
-        loaded, computing, busy = time.perf_counter(), time.thread_time(), busy_s()
+        loaded, busy = time.perf_counter(), busy_s()
         result = self.begin_step(samples, learning_rate)
         waits = {"data_s": round(loaded - start, 6)}
         if self.device.type == "cpu":  # this thread computes, and does not while it waits for other ranks
-            self.work_s = loaded - start + time.thread_time() - computing
-            waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy_s() + busy), 6)
+            busy = busy_s() - busy
+            self.work_s = loaded - start + busy
+            waits["waiting_s"] = round(max(0.0, time.perf_counter() - loaded - busy), 6)
         elif self.probe:
             self.work_s = self.probe.look()
         if self.is_ahead:
@@ -174,7 +175,7 @@ class Trainer:
                 gpu_runtime.shorten_timeouts(self.watchdog.limit_s)
             self.finished = row["step"]
             self.watchdog.step_done(self.finished, self.step_time_s)
-            self.signs.step_done(self.finished, self.step_time_s, self.work_s)
+            self.signs.step_done(row, self.work_s)
             with self.watchdog.paused():
                 self.recovery.respond(row, self.checkpoints)
             if self.hook is not None:

@@ -5,8 +5,11 @@ gathers them every GATHER_EVERY_S. So no file system meets many ranks at once.
 """
 
 import os
+import statistics
 import time
+from collections import deque
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from cluster.heartbeats import (
     COLLECT_EVERY_S,
     MANY,
+    PARTS,
     RankHeartbeat,
     keeper_of,
     read_rank_heartbeats,
@@ -23,7 +27,9 @@ from cluster.heartbeats import (
 from cluster.slurm.beat import BEAT_EVERY_S
 
 GATHER_EVERY_S = 10.0
-LINE_BYTES = 320
+LINE_BYTES = 400
+RECENT, SPLIT_EVERY_S = 15, 1.0
+"""Steps, of whose parts the medians are told, and how often: one step alone says little on a busy machine."""
 RELAYED_S = 2 * BEAT_EVERY_S + COLLECT_EVERY_S
 """How old the newest word of a rank may be that answers, by way of its keeper, of whose beats one may be lost."""
 
@@ -45,15 +51,25 @@ class Signs:
         self.is_relayed = keeper_of(directory) is not None
         self.is_gathered = self.num_ranks > MANY and not self.is_relayed
         self.gathered_at = float("-inf")
+        self.recent = deque[list[float | None]](maxlen=RECENT)
+        self.split_at, self.parts_s, self.own_s = float("-inf"), [], None
 
     @property
     def has_own_file(self) -> bool:
         """Whether this rank writes a file of its own."""
         return not (self.is_relayed or self.is_gathered)
 
-    def step_done(self, step: int, step_time_s: float, work_s: float | None) -> None:
-        """Takes note of a step, to be told."""
-        self.beat = self.beat.replace(step=step, time=time.time(), step_time_s=step_time_s, work_s=work_s)
+    def step_done(self, row: dict[str, Any], work_s: float | None) -> None:
+        """Takes note of a step, to be told: of its row of the metrics, and how long this rank worked at it."""
+        self.recent.append([*map(row.get, PARTS), work_s if "waiting_s" in row else None])
+        if time.monotonic() - self.split_at > SPLIT_EVERY_S:
+            self.split_at = time.monotonic()
+            columns = [[value for value in column if value is not None] for column in zip(*self.recent, strict=True)]
+            *self.parts_s, self.own_s = (round(statistics.median(column), 6) if column else None for column in columns)
+        self.beat = self.beat.replace(
+            step=row["step"], time=time.time(), step_time_s=row["step_time_s"], work_s=work_s,
+            parts_s=tuple(self.parts_s), own_s=self.own_s,
+        )  # fmt: skip
 
     def say(self) -> None:
         """Says that this rank answers, and what it did last; also from the thread of the watchdog."""

@@ -195,6 +195,11 @@ def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
         const d = c.getContext('2d').getImageData(0, 11, c.width, 1).data; return d[0] > 150 && d[2] < 80; }""")
     assert warm, "row 11 is warm"
     assert [attempt["attempt"] for attempt in screen.dashboard.frame(screen.view)[0]["attempts"]] == [1, 2]
+    rows = screen.page.locator(".kit-split tr")
+    assert rows.count() == 5 and rows.filter(has_text="rank 11").inner_text().endswith("waits 0.0936 s")
+    bars = screen.page.evaluate("""() => [...document.querySelectorAll('.kit-split .kit-goodput')].map(
+        (bar) => [bar.offsetWidth, [...bar.children].reduce((sum, piece) => sum + piece.offsetWidth, 0)])""")
+    assert all(abs(whole - filled) < 5 for whole, filled in bars), bars
     screen.photograph("ranks")
 
 

@@ -2,15 +2,23 @@
 
 import contextlib
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from cluster import poll
+from cluster.login import mirror
 from cluster.sandbox import START_WAIT_S, Sandbox, why_not
 from cluster.site import Site
 from cluster.state import JobError
+from tests.cluster.waiting import eventually
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +65,71 @@ def reset(cluster: Sandbox) -> None:
 @pytest.fixture
 def site(sandbox) -> Site:
     return Site.load(sandbox.site_file)
+
+
+class LoginNode:
+    """An sshd that can be switched off, with its connections, and on again."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        for name in ("host", "client"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation asks for it
+        variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
+        self.config, self.folder, self.control = folder / "sshd_config", folder, folder / "master"
+        self.config.write_text(
+            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/client.pub\n"
+            f"UsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication no\nSetEnv {variables}\n"
+        )
+        (folder / "ssh_config").write_text(
+            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n IdentitiesOnly yes\n"
+            f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
+            f" ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
+        )
+        self.process: subprocess.Popen | None = None
+
+    def on(self) -> None:
+        assert SSHD
+        log = self.folder / "sshd.log"
+        self.process = subprocess.Popen([SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True)
+        assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
+        (self.folder / "sshd.log").write_text("")
+
+    def off(self) -> None:
+        """Ends sshd and the connection that is open."""
+        found = subprocess.run(["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
+                               capture_output=True, text=True)  # fmt: skip
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+        if "pid=" in found.stderr:
+            os.kill(int(found.stderr.partition("pid=")[2].split(")")[0]), signal.SIGKILL)
+
+
+@pytest.fixture
+def login_node(sandbox, tmp_path, monkeypatch):
+    """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
+    if SSHD is None:
+        pytest.skip("no sshd here: apt-get install openssh-server")
+    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a minute for a lock that a
+    # killed command has left.
+    variables = {
+        "SLURM_CONF": sandbox.environment["SLURM_CONF"],
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path / "home"),
+    }
+    (tmp_path / "home").mkdir()
+    node = LoginNode(tmp_path, variables)
+    node.on()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(str(shutil.which("ssh")))
+    monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "ssh_config"))
+    monkeypatch.setattr(mirror, "INTERVAL_S", 0.5)
+    with monkeypatch.context() as laptop:
+        laptop.setenv("PATH", str(tmp_path / "bin"))
+        laptop.delenv("SLURM_CONF")
+        yield node
+    node.off()

@@ -1,12 +1,10 @@
 """Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free port."""
 
 import json
-import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 
@@ -26,83 +24,19 @@ from cluster.state import JobError, JobState
 from kit.commands.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
+from kit.monitor.watcher import Watcher
+from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
 from tests.cluster.waiting import eventually
+from tests.monitor.recorded import recorded_run
 
-SSHD, ROOT = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin"), Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 STANDIN = str(Path(__file__).parent / "standin.py")
 
 
 @pytest.fixture(autouse=True)
 def own_key(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
-
-
-class LoginNode:
-    """An sshd that can be switched off, with its connections, and on again."""
-
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        for name in ("host", "client"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation asks for it
-        variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
-        self.config, self.folder, self.control = folder / "sshd_config", folder, folder / "master"
-        self.config.write_text(
-            f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/client.pub\n"
-            f"UsePAM no\nStrictModes no\nPidFile none\nPasswordAuthentication no\nSetEnv {variables}\n"
-        )
-        (folder / "ssh_config").write_text(
-            f"Host frontier\n HostName 127.0.0.1\n Port {port}\n IdentityFile {folder}/client\n IdentitiesOnly yes\n"
-            f" UserKnownHostsFile {folder}/known\n StrictHostKeyChecking accept-new\n"
-            f" ControlMaster auto\n ControlPath {self.control}\n ControlPersist yes\n"
-        )
-        self.process: subprocess.Popen | None = None
-
-    def on(self) -> None:
-        assert SSHD
-        log = self.folder / "sshd.log"
-        self.process = subprocess.Popen([SSHD, "-D", "-f", self.config, "-E", log], start_new_session=True)
-        assert eventually(lambda: log.exists() and "listening on" in log.read_text(), 10)
-        (self.folder / "sshd.log").write_text("")
-
-    def off(self) -> None:
-        """Ends sshd and the connection that is open."""
-        found = subprocess.run(["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"],
-                               capture_output=True, text=True)  # fmt: skip
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-        if "pid=" in found.stderr:
-            os.kill(int(found.stderr.partition("pid=")[2].split(")")[0]), signal.SIGKILL)
-
-
-@pytest.fixture
-def login_node(sandbox, tmp_path, monkeypatch):
-    """A login node in front of the sandbox; this process has ssh on its PATH and no Slurm."""
-    if SSHD is None:
-        pytest.skip("no sshd here: apt-get install openssh-server")
-    # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a minute for a lock that a
-    # killed command has left.
-    variables = {
-        "SLURM_CONF": sandbox.environment["SLURM_CONF"],
-        "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path / "home"),
-    }
-    (tmp_path / "home").mkdir()
-    node = LoginNode(tmp_path, variables)
-    node.on()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").symlink_to(str(shutil.which("ssh")))
-    monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "ssh_config"))
-    monkeypatch.setattr(mirror, "INTERVAL_S", 0.5)
-    with monkeypatch.context() as laptop:
-        laptop.setenv("PATH", str(tmp_path / "bin"))
-        laptop.delenv("SLURM_CONF")
-        yield node
-    node.off()
 
 
 @pytest.fixture
@@ -316,6 +250,30 @@ def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
     strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
     strange.write(here / "login.json")
     assert "somebody else made this mirror" in Job(here, job_spec(here)).status().reason and not sizes
+
+
+def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(pair, tmp_path, monkeypatch):
+    """A watcher of a mirror: what was found there in its sleep, and what only the steps tell, each once."""
+    _, here, _ = pair
+    there = recorded_run(tmp_path / "cluster", steps=40).directory
+    for name in ("spec", "plan", "recipe", "site"):
+        shutil.copy(there / f"{name}.json", here)
+    mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
+    monkeypatch.setattr(mirror, "INTERVAL_S", 0.0)
+    told = tmp_path / "told"
+    watcher = Watcher(Run.open(here), f'echo "$KIT_MESSAGE" >> {told}')
+    assert eventually(lambda: watcher.look() and len(watcher.dashboard.columns) == 40) and not told.exists()
+
+    found = Alert(kind="straggler", level="warning", message="rank 1 is slow", attempt=1, step=41, time=time.time())
+    AlertLog(there / "alerts.jsonl").add([found])
+    with (there / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({**json.loads(line(41)), "loss": float("nan"), "attempt": 1}) + "\n")
+    assert eventually(
+        lambda: watcher.look() and told.exists() and "is slow" in told.read_text() and "loss" in told.read_text()
+    )
+    again = Watcher(Run.open(here), f"touch {tmp_path}/again")  # after a reboot: `kit alarm RUN`
+    assert eventually(lambda: again.look() and len(again.dashboard.columns) == 41) and not (tmp_path / "again").exists()
+    assert len(told.read_text().splitlines()) == 2
 
 
 def test_an_answer_writes_nowhere_else(pair, monkeypatch):

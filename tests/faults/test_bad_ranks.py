@@ -65,6 +65,7 @@ def test_many_ranks_are_heard_without_files_of_their_own(prepare, monkeypatch):
     finished(run, 1, gathered)
     beats = read_rank_heartbeats(run.directory, 1)
     assert [(beat.rank, beat.step) for beat in beats] == [(0, 12), (1, 12)] and all(beat.work_s for beat in beats)
+    assert all(len(beat.parts_s) == 5 and beat.own_s and 0 < beat.own_s < 10 for beat in beats), "what its steps are"
     assert [file.name for file in (run.directory / "ranks").iterdir()] == ["all.jsonl"]
     monkeypatch.setenv("KIT_SUPERVISOR", "127.0.0.1:9:token")
     line = Line(is_leader=True)

@@ -86,8 +86,9 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
     for rank in range(run.plan.num_devices):
         time_s = 1.0 + 0.01 * math.sin(rank * 7 + step) + 0.4 * (rank == slow_rank)
         heartbeat = RankHeartbeat(
-            rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s, host=os.uname().nodename
-        )
+            rank=rank, attempt=attempt, step=step, time=time.time(), step_time_s=time_s, host=os.uname().nodename,
+            parts_s=(0.01, 1.4, 0.06, 0.03, 1.5 - time_s), own_s=time_s,
+        )  # fmt: skip
         tell(run.directory, heartbeat)
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from cluster.heartbeats import RankHeartbeat, write_all_heartbeats
 from cluster.site import Fact, Site
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
-from kit.monitor.expected import SUSPECTS, gains, pace
+from kit.monitor.expected import LINKS_WAIT, SUSPECTS, gains, pace
 from kit.monitor.outlook import Outlook
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -143,6 +144,32 @@ def test_nine_in_ten_are_named_first_where_the_job_has_measured(tmp_path):
         found = pace(run)
         named.append(found.suspects[0].part == part if found.suspects else False)
     assert sum(named) >= 0.9 * len(named), [case for case, right in zip(THROTTLED, named, strict=True) if not right]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "own_s", "named"),
+    [
+        (1, [0.2, 0.9, 0.2, 0.2], "the work of rank 1 on n1, 0.9 s a step; the other ranks work 0.2 s (measured)"),
+        (1, [0.2, 0.2, 0.2, 0.2], "the network between nodes at"),
+        (10, [0.2, 0.2, 0.2, 0.2], f"{LINKS_WAIT}, 9.8 s a step (measured)"),
+        (1, [0.9, 0.9, 0.9, 0.9], None),
+        (1, [0.2], None),
+    ],
+)
+def test_what_the_ranks_tell_together(tmp_path, took_s, own_s, named):
+    """Of a step, of which the estimate explains little; no link of this site, however slow, explains 10 s."""
+    plan = LAYOUTS["wide"]
+    run = recorded(tmp_path / "run", plan, took_s)
+    assert estimated(plan) < 0.3
+    beats = [
+        RankHeartbeat(
+            rank=rank, attempt=1, step=30, time=0.0, host=f"n{rank}", parts_s=(0, took_s, 0, 0, took_s - own), own_s=own
+        )
+        for rank, own in enumerate(own_s)
+    ]
+    write_all_heartbeats(run.directory, [beat.line for beat in beats])
+    suspects = [str(suspect) for suspect in pace(run).suspects]
+    assert named in suspects[0] if named else not [each for each in suspects if "rank" in each]
 
 
 def test_changes_that_gain(tmp_path):

@@ -25,6 +25,7 @@ const PARTS = { // of the ledger: where the time of a run went
   productive: "#009E73", repeated: "#D55E00", "first step": "#56B4E9", "start-up": "#0072B2", checkpoints: "#CC79A7", validation: "#E6C229",
   "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
 };
+const STEP_PARTS = { data: "#E69F00", "forward, backward": "#009E73", reduction: "#56B4E9", optimizer: "#0072B2", waits: "#8886" };
 const SILENT_AFTER_MS = 6000, BUSY_AFTER_MS = 1500, SHOWN_ALERTS = 3;
 
 function make(tag, className, parent, text) {
@@ -188,6 +189,7 @@ function render({ model, el }) {
   heat.setAttribute("role", "img");
   const rankScale = make("div", "kit-muted kit-scale", rankFigure);
   const stages = make("div", "kit-stages", rankFigure);
+  const split = make("table", "kit-split", rankFigure);
   const logFigure = make("figure", "kit-figure kit-logs", low);
   const logHead = make("figcaption", "", logFigure);
   make("span", "", logHead, "Log");
@@ -275,7 +277,7 @@ function render({ model, el }) {
       },
       axes: [
         { ...axis, size: 24, splits: (u, _, a, b) => splits(a, b, view.log_x, Math.max(3, u.width / 70)), values: (u, vs) => vs.map((v) => axisValue(state.frame.axis, v)), filter: (u, vs) => vs },
-        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(1) : "0") : short(v))), filter: (u, vs) => vs },
+        { ...axis, size: 58, splits: (u, _, a, b) => ticks(a, b, log, i < LARGE ? 6 : 4, key), values: (u, vs) => vs.map((v) => (v == null ? "" : key === "mfu" ? +(100 * v).toPrecision(3) : key === "memory_bytes" ? bytes(v) : key === "learning_rate" ? (v ? v.toExponential(digits(vs)) : "0") : short(v))), filter: (u, vs) => vs },
       ],
       series, bands: [{ series: [2, 1], fill: colour + (state.dark ? "48" : "33") }],
       hooks: {
@@ -301,6 +303,7 @@ function render({ model, el }) {
     ctx.lineWidth = ratio;
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic"; // uPlot leaves another, by which a text lies on its line
     const write = (text, x, y) => { // on a halo, since it may lie on a curve
       ctx.save();
       ctx.setLineDash([]);
@@ -492,6 +495,7 @@ function render({ model, el }) {
       ? `not live: the kernel has said nothing for ${duration(silent / 1000)}. Run this cell again.`
       : state.frame.read < 1 ? `reading the history: ${Math.round(100 * state.frame.read)} %`
       : state.frozen ? "the kernel is busy with another cell: your request waits"
+      : f.as_of ? `as of ${f.as_of} ago: not connected`
       : f.failure ? `view: ${f.failure}` : f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "");
   }
   let shownAlerts = "";
@@ -542,12 +546,28 @@ function render({ model, el }) {
     }
     context.putImageData(image, 0, 0);
     rankTitle.textContent = "Step time by rank, over the median";
-    rankScale.textContent = `rank 0 (top) to ${ranks - 1}${f.ranks_per_row > 1 ? `, a row is the slowest of ${f.ranks_per_row}` : ""}, the last ${samples} heartbeats; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
+    rankScale.textContent = `rank 0 (top) to ${ranks - 1}${f.ranks_per_row > 1 ? `, a row is the slowest of ${f.ranks_per_row}` : ""}, the last ${samples} heartbeat${samples > 1 ? "s" : ""}; 0.8 × light to 1.4 × warm. ` + (f.straggler ? "Slowest: " + f.straggler : "");
     heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
     stages.replaceChildren(...(f.stages || []).map((v, i) => {
       const stage = make("span", "kit-stage", null, `stage ${i}: ${v == null ? "–" : v.toFixed(2) + " ×"}`);
       if (v != null) stage.style.borderColor = `rgb(${shade(Math.min(254, Math.max(0, ((v - 0.8) / 0.6) * 254)))})`;
       return stage;
+    }));
+    showSplit(f.split || []);
+  }
+  function showSplit(told) { // what a step was made of, by rank
+    const total = (row) => row.seconds.reduce((a, b) => a + b, 0), longest = Math.max(...told.map(total)), names = Object.keys(STEP_PARTS);
+    const words = (row, i) => `${names[i]} ${+row.seconds[i].toPrecision(3)} s`;
+    split.hidden = !told.length;
+    const legend = make("caption", "kit-muted", null, "A step by its parts, of the ranks that work longest");
+    for (const name of names) make("i", "", make("span", "", legend, name)).style.background = STEP_PARTS[name];
+    split.replaceChildren(legend, ...told.map((row) => {
+      const line = make("tr", "", null), label = make("th", "", line, `rank ${row.rank}`), bar = make("div", "kit-goodput", make("td", "", line));
+      label.title = row.host || "";
+      bar.style.width = `${(100 * total(row)) / longest}%`;
+      names.forEach((name, i) => { const piece = make("span", "", bar); piece.style.cssText = `flex:${1e6 * row.seconds[i]};background:${STEP_PARTS[name]}`; piece.title = words(row, i); });
+      make("td", "kit-muted", line, words(row, names.length - 1));
+      return line;
     }));
   }
   function showLog() {

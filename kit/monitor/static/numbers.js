@@ -35,6 +35,9 @@ function splits(low, high, log, most) {
   return found;
 }
 
+// Decimals of an exponent's number, so that neighbouring ticks differ.
+function digits(values) { return [1, 2, 3].find((n) => new Set(values.map((v) => v?.toExponential(n))).size === values.length) ?? 4; }
+
 // The same in whole MiB or GiB where bytes are drawn.
 function ticks(low, high, log, most, key) {
   const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;

@@ -1,0 +1,159 @@
+"""From a chair to the cluster and back, as a person goes: JupyterLab on a laptop without Slurm, ssh, a real Slurm.
+
+KIT_SCREENSHOTS names a folder for a picture of each station.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kit
+from cluster.site import Site
+from kit.run import Run
+from tests.browser.conftest import browser  # noqa: F401
+from tests.browser.lab import Lab, Notebook
+from tests.cluster.throttle import PLAN, SPEC, as_it_runs, ranks_on, slow_core
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+SITE = """\
+name = "frontier"
+description = "two nodes behind a login node"
+scheduler = "slurm"
+devices_per_node = 1
+price_per_node_hour = {{ value = 2.0, source = "the tests" }}
+login = "frontier"
+
+[there]
+python = "{python}"
+folder = "{folder}"
+sync = true
+
+[device]
+name = "one CPU core"
+memory_bytes = {{ value = 4e9, source = "the tests" }}
+memory_bytes_per_s = {{ value = 1e10, source = "the tests" }}
+
+[device.peak_flops_per_s]
+fp32 = {{ value = {rate:.4g}, source = "fitted to a run" }}
+bf16 = {{ value = {rate:.4g}, source = "fitted to a run" }}
+
+[links]
+inter_node_bytes_per_s = {{ value = 1e9, source = "the tests" }}
+
+[slurm]
+partition = "batch"
+stop_before_end_s = 60
+"""
+CELLS = [
+    """\
+import kit, kit.monitor
+from kit.monitor.goodput import ledger
+from kit.monitor.runs import runs_table
+from kit.notebook import Table
+
+site = kit.Site.load("frontier.toml")
+spec = kit.ModelSpec.llama(
+    name="wide", num_layers=4, hidden_size=256, num_heads=4, ffn_hidden_size=1024,
+    vocab_size=300, sequence_length=128)
+data = {data!r}
+plan = kit.Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=4)
+recipe = kit.Recipe(data=data, num_steps=5000, learning_rate=1e-3, checkpoint_every=100)
+run = kit.launch("runs/from-my-chair", spec=spec, plan=plan, recipe=recipe, site=site)
+run.job""",
+    "kit.monitor.Monitor(run)",
+    "runs_table('runs')",
+    """\
+spent = ledger(run)
+Table([{{"part": row["part"], "seconds": round(row["seconds"], 1), "USD": round(row["usd"], 4)}}
+       for row in spent.rows() if row["seconds"] > 0.05],
+      f"{{spent.goodput:.0%}} of the time of {{run.name}}'s devices counts")""",
+]
+
+
+@pytest.fixture
+def laptop_python(reader_python) -> Path:
+    """Before the laptop has lost its PATH."""
+    return reader_python()
+
+
+@pytest.fixture
+def rate(sandbox, site, tiny_dataset, tmp_path) -> float:
+    """FLOP/s at which steps are as expected on this machine now."""
+    recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=30, learning_rate=1e-3)
+    run = kit.launch(tmp_path / "first", spec=SPEC, plan=PLAN, recipe=recipe, site=site.replace(devices_per_node=1))
+    assert run.job.wait(timeout_s=180).state == "done", run.job.logs()
+    return as_it_runs(run).device.peak_flops_per_s["fp32"].value
+
+
+@pytest.fixture
+def notebook(browser, laptop_python, tiny_dataset, rate, login_node, tmp_path, monkeypatch) -> Iterator[Notebook]:  # noqa: F811
+    """Its JupyterLab has the laptop's environment: ssh on its PATH and no Slurm."""
+    folder = tmp_path / "laptop"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    text = SITE.format(python=sys.executable, folder=tmp_path / "there", rate=rate)
+    (folder / "frontier.toml").write_text(text)
+    assert Site.load(str(folder / "frontier.toml")).there
+    lab = Lab(laptop_python, tmp_path / "home-of-the-laptop", folder)
+    found = Notebook(browser, lab, [cell.format(data=str(tiny_dataset.directory)) for cell in CELLS])
+    yield found
+    found.context and found.context.close()
+    lab.stop()
+
+
+def picture(notebook: Notebook, name: str) -> None:
+    """Keeps a picture of the whole dashboard."""
+    if folder := os.environ.get("KIT_SCREENSHOTS"):
+        place = Path(folder) / f"{name}.png"
+        notebook.page.locator(".kit-monitor").last.screenshot(path=place, animations="disabled")
+
+
+def test_the_journey(notebook, login_node, tmp_path) -> None:
+    here, there = tmp_path / "laptop" / "runs" / "from-my-chair", tmp_path / "there" / "from-my-chair"
+    notebook.open(width=1300)
+    notebook.run_cell(0)
+    notebook.run_cell(1)
+    notebook.page.wait_for_selector(".kit-monitor[data-draws]")
+    notebook.until(lambda: notebook.seen("state") == "running" and notebook.step > 30, 180)
+    assert (here / "login.json").exists() and not (here / "checkpoints").exists() and (there / "submit.sh").exists()
+    notebook.until(lambda: notebook.text(".kit-verdict"), 120)
+    notebook.photograph("journey-1-live")
+
+    with slow_core("journey", ranks_on("node2", there), 0.2):
+        notebook.until(lambda: "rank 1 on node2" in notebook.text(".kit-verdict"), 240)
+        assert notebook.text(".kit-verdict").startswith("slower than expected by")
+        picture(notebook, "journey-2-slow")
+        login_node.off()
+        notebook.until(lambda: "no connection to frontier" in notebook.text(".kit-reason"), 120)
+        assert " ago" in notebook.text(".kit-reason") and notebook.seen("state") == "running"
+        step = notebook.step
+        picture(notebook, "journey-3-lost")
+        login_node.on()
+        notebook.until(lambda: notebook.step > step and "no connection" not in notebook.text(".kit-reason"), 120)
+
+    notebook.click("Stop after step")
+    notebook.click("Really stop after step?")
+    notebook.until(lambda: notebook.seen("state") == "done", 120)
+    stopped = notebook.step
+    picture(notebook, "journey-4-stopped")
+    notebook.click("Resume")
+    notebook.until(lambda: notebook.seen("attempt") == "2" and notebook.step > stopped + 20, 180)
+    notebook.until(
+        lambda: notebook.page.locator(".kit-shares").count() and "Goodput" in notebook.text(".kit-shares"), 60
+    )
+    picture(notebook, "journey-5-resumed")
+    notebook.click("Stop now")
+    notebook.click("Really stop now?")
+    notebook.until(lambda: notebook.seen("state") in ("failed", "cancelled", "lost", "done"), 120)
+    notebook.run_cell(2)
+    notebook.run_cell(3)
+    told = notebook.text(".jp-CodeCell:nth-of-type(4) .jp-OutputArea-output")
+    notebook.page.locator(".jp-CodeCell").nth(3).scroll_into_view_if_needed()
+    notebook.photograph("journey-6-ledger")
+    assert "productive" in told and "start-up" in told, told
+    rows = [json.loads(line) for line in (here / "metrics.jsonl").read_text().splitlines()]
+    assert {row["attempt"] for row in rows} == {1, 2} and Run.open(here).metrics()["step"].tolist()[-1] > stopped

@@ -1,0 +1,83 @@
+"""Links that the kernel throttles, cores of which a rank gets a share: `kit explain` names what was done."""
+
+import json
+import time
+
+import pytest
+
+import kit
+from cluster.site import Site
+from kit.monitor.expected import LINKS, Pace, pace
+from kit.run import Run
+from tests.cluster.throttle import PLAN, SPEC, as_it_runs, ranks_on, slow_core, slow_links
+from tests.cluster.waiting import eventually
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
+NODES, STEPS, NETWORK = ["node1", "node2"], 24, LINKS[1]
+NORMAL, SLOW = 400, 80
+"""Megabits/s of a node's link: at which it counts as well, and throttled."""
+
+
+@pytest.fixture
+def train(sandbox, site: Site, tiny_dataset, tmp_path):
+    """A function: a run of two ranks on two nodes of a real Slurm, some steps after something happened to it."""
+    recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=10_000, learning_rate=1e-3)
+    own = site.replace(devices_per_node=1)
+
+    def run(name: str, at: Site | None = None, slowness=None) -> Run:
+        launched = kit.launch(tmp_path / name, spec=SPEC, plan=PLAN, recipe=recipe, site=at or own)
+
+        def has(steps: int) -> bool:
+            status = launched.job.status()
+            assert not status.state.is_final, f"{status}\n{launched.job.logs()}"
+            return (status.step or 0) >= steps
+
+        assert eventually(lambda: time.sleep(0.5) or has(3), 180)
+        with slowness(launched) if slowness else slow_links(sandbox, [], NORMAL):
+            begun = launched.job.status().step or 0
+            assert eventually(lambda: time.sleep(0.5) or has(begun + STEPS), 300)
+            launched.job.cancel()
+            assert eventually(lambda: launched.job.status().state.is_final, 60)
+        return newest(launched)
+
+    def newest(run: Run) -> Run:
+        """Leaves of the steps those after something happened, and five before that `pace` leaves out."""
+        file = run.directory / "metrics.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()][-STEPS - 5 :]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return Run.open(run.directory)
+
+    return run
+
+
+def check(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
+    told = {name: (part, pace.verdict) for name, (pace, part) in found.items()}
+    with capsys.disabled():
+        print(f"\nnormal: {normal.verdict}", *(f"{name}: {words}" for name, (_, words) in told.items()), sep="\n")
+    wrong = {name: told[name] for name, (part, words) in told.items() if part not in words or words[:6] != "slower"}
+    assert not wrong
+
+
+def test_a_slow_core_is_named(train, capsys) -> None:
+    """Of one rank, of the other, and of both, which is the machine."""
+    site, found = as_it_runs(train("normal")), {}
+    normal = pace(train("again", site))
+    cases = (("rank 1", ["node2"], "rank 1 on node2"), ("rank 0", ["node1"], "rank 0 on node1"))
+    for name, nodes, part in (*cases, ("both", NODES, "matrix products")):
+
+        def slowness(run: Run, nodes: list[str] = nodes):
+            return slow_core("core", [pid for node in nodes for pid in ranks_on(node, run.directory)], 0.2)
+
+        found[name] = pace(train(name.replace(" ", "-"), site, slowness)), part
+    check(found, normal, capsys)
+
+
+def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
+    """One that was slow when the job began, which the node check has measured, and one that became slow."""
+    with slow_links(sandbox, NODES, NORMAL):
+        site = as_it_runs(train("normal"))
+        normal = pace(train("again", site))
+    with slow_links(sandbox, NODES, SLOW):
+        from_the_start = pace(train("slow", site))
+    later = pace(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
+    check({"from the start": (from_the_start, NETWORK), "later": (later, NETWORK)}, normal, capsys)

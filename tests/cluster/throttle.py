@@ -1,0 +1,111 @@
+"""Real slowness on a sandbox: a link that the kernel throttles, a core that a rank gets only a share of. Needs root."""
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.sandbox import Sandbox, network
+from cluster.site import Fact, Links, Site
+from kit.monitor.expected import expectation
+from kit.plan import Plan
+from kit.run import Run
+from kit.spec import ModelSpec
+
+SPEC = ModelSpec.llama(name="wide", num_layers=4, hidden_size=256, num_heads=4, ffn_hidden_size=1024, vocab_size=300,
+                       sequence_length=128)  # fmt: skip
+PLAN = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=4)
+"""Enough work a step for a slow core to show, and 13 MB of gradients for a slow link."""
+CPU = Path("/sys/fs/cgroup/cpu")
+PERIOD_US = 20_000
+
+
+@contextlib.contextmanager
+def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Iterator[None]:
+    """Lets nothing but so much leave each node, by a token bucket (tc-tbf)."""
+    if not sandbox.layout.isolated:
+        pytest.skip("the nodes have no network of their own: that needs root")
+    at = [["tc", "-n", network.namespace(sandbox.layout, node), "qdisc"] for node in nodes]
+    rate = ["rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "300ms"]
+    for words in at:
+        subprocess.run([*words, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
+    try:
+        yield
+    finally:
+        for words in at:
+            subprocess.run([*words, "del", "dev", "eth0", "root"], check=True)
+
+
+@contextlib.contextmanager
+def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
+    """Gives processes, each for itself, so much of a core and no more (cgroup v1: cpu.cfs_quota_us)."""
+    if not (CPU / "cpu.cfs_quota_us").exists() and not (CPU / "cgroup.procs").exists():
+        pytest.skip("there is no cgroup v1 for CPU time here")
+    groups = [CPU / f"kit-{name}-{pid}" for pid in pids]
+    for group, pid in zip(groups, pids, strict=True):
+        try:
+            group.mkdir()
+        except OSError as error:
+            pytest.skip(f"{group} cannot be made: {error}")
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
+        (group / "cgroup.procs").write_text(str(pid))
+    try:
+        yield
+    finally:
+        for group in groups:
+            with contextlib.suppress(OSError):  # a process that has ended
+                for pid in (group / "cgroup.procs").read_text().split():
+                    (CPU / "cgroup.procs").write_text(pid)
+                group.rmdir()
+
+
+def ranks_on(node: str, run_dir: Path) -> list[int]:
+    """Returns the processes that train in a run directory on a node."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = (entry / "environ").read_bytes().split(b"\0") if b"kit.train" in words else []
+            is_rank = any(variable.startswith(b"RANK=") for variable in variables)
+            if is_rank and f"SLURMD_NODENAME={node}".encode() in variables and str(run_dir).encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def as_it_runs(run: Run) -> Site:
+    """Returns a run's site with the numbers at which its own steps are as expected: what is normal on this machine now.
+
+    The rate of matrix products is fitted to the time in which rank 0 did not wait, and the network to its waits: they
+    are no peaks of anything.
+    """
+    steps = run.metrics()
+    waits_s, passes_s = (
+        float(np.median(values[5:]))
+        for values in (steps["waiting_s"], steps["forward_backward_s"] - steps["waiting_s"])
+    )
+
+    def at(rate: float, network: float) -> Site:
+        fact = Fact(value=rate, source="fitted to a run")
+        facts = {"fp32": fact, "bf16": fact}
+        device = run.site.device.replace(
+            memory_bytes=Fact(value=4e9, source="test"), memory_bytes_per_s=Fact(value=1e10, source="test"),
+            peak_flops_per_s=facts, matmul_flops_per_s=facts,
+        )  # fmt: skip
+        links = Links(inter_node_bytes_per_s=Fact(value=network, source="fitted to a run"))
+        return run.site.replace(device=device, links=links)
+
+    def seconds(site: Site, *names: str) -> float:
+        asked = Run(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe, site=site)
+        terms = expectation(asked, 0).terms_s
+        return sum(terms[name] for name in names)
+
+    rate = 1e11 * seconds(at(1e11, 1e9), "gemm", "attention", "embedding_logits") / passes_s
+    low, high = 1e6, 1e10
+    for _ in range(14):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(at(rate, middle), "data_parallel") > waits_s else (low, middle)
+    return at(rate, high)
