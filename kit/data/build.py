@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.record import ConfigError, write_atomic
 from kit.data.corpus import Corpus, SourcePaths
-from kit.data.dataset import DESCRIPTION, Dataset, DatasetInfo, Settings
+from kit.data.dataset import DESCRIPTION, FORMAT, Dataset, DatasetInfo, Settings
 from kit.data.lead import lead
 from kit.data.pieces import ASKED, Work
 from kit.data.readers import TEXT_KEY
@@ -60,7 +60,7 @@ def build_dataset(
         seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar with the time left, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
-        text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
+        text_key: of a .jsonl object, or column of a table: what holds the document.
         overwrite: replace a dataset that was built with other settings, or is damaged.
         workers: processes that share the text out by its files (default: one for each core, if there is so much text).
 
@@ -123,7 +123,7 @@ def prepared(
         "out": str(directory), "settings": settings.to_dict(), "skip_corrupt": corpus.skip_corrupt,
         "groups": [[name, len(files)] for name, files in corpus.groups], "parts": _parts(corpus),
         "tokenizer": {"tokenizer_file": given and given.file_name, "eos_id": given and given.eos_id},
-        "overwrite": overwrite, "workers": workers or os.cpu_count() or 1,
+        "overwrite": overwrite, "workers": workers or len(os.sched_getaffinity(0)), "format": FORMAT,
     }  # fmt: skip
     with _alone(directory.with_name(f".{directory.name}.building"), progress) as folder:
         if is_there():  # since the other process has ended

@@ -5,6 +5,7 @@ Each tokenizer is one file, kept byte for byte, so that a dataset can store it a
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -116,7 +117,8 @@ class SentencePieceTokenizer:
         return self._processor.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._processor.encode(list(texts), num_threads=-1)
+        is_one_of_many = os.environ.get("TOKENIZERS_PARALLELISM") == "false"  # as for the other library
+        return self._processor.encode(list(texts), num_threads=1 if is_one_of_many else -1)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
