@@ -132,7 +132,12 @@ def prepared(
         _begin(folder, asked, progress)
         if given is not None:
             write_atomic(folder / given.file_name, given.data)
-        yield folder
+        try:
+            yield folder
+        except Exception:  # nothing can come of it, or no job was started
+            if not any(folder.glob("survey-*.json")):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
 
 def build_in_job(folder: Path, rank: int, ranks: int) -> None:

@@ -16,6 +16,8 @@ from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import DataError
 
+PACKED = (".gz", ".zst", ".parquet")
+"""Of which about three times as many bytes of text are expected, for the time left."""
 TOKENIZER_BYTES = 32_000_000
 """Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
 
@@ -31,7 +33,10 @@ def lead(work: Work, workers: int, size: int, progress: Progress) -> Path:
     (work.folder / ERROR).unlink(missing_ok=True)
     with helpers(work.folder, 1, workers, size) as children, progress:
         team = Team(work, size, children, progress)
-        team.stage("survey", "Reading", [sum(size for _, _, size, _ in part) for part in work.asked["parts"]])
+        sizes = [
+            sum(size * (1 + 2 * name.endswith(PACKED)) for _, name, size, _ in part) for part in work.asked["parts"]
+        ]
+        team.stage("survey", "Reading", sizes)
         surveys = [work.result("survey", part) for part in range(len(work.parts))]
         if not (work.folder / SUMMARY).exists():
             _summarise(work, surveys, progress)

@@ -64,4 +64,7 @@ def test_what_no_job_can_build_is_refused(text, tmp_path):
         build(tmp_path / "data", text, tmp_path, "laptop")
     with pytest.raises(ConfigError, match="give --source, and --tokenizer"):
         app(["data", "build", str(tmp_path / "data"), "--site", "frontier"], standalone_mode=False)
-    assert not (tmp_path / "data").exists()
+    tokenizer = build_dataset(tmp_path / "a" / "whole", text, vocab_size=260, progress=False).directory
+    with pytest.raises(ConfigError, match="site.slurm.account: still 'EDIT'"):
+        build(tmp_path / "data", text, tokenizer, "frontier")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "text"]
