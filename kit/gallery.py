@@ -1,58 +1,127 @@
-"""`python -m kit.gallery [NAME ...]`: runs the notebooks and keeps their pictures in notebooks/gallery.
+"""`python -m kit.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, as a page with pictures.
 
-Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every table as CSV.
+Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every table as CSV, and
+the sheet of the paper's claims is made.
 """
 
 import argparse
 import base64
+import io
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
+from nbformat import NotebookNode
 from rich.console import Console
 from rich.markup import escape
 
 from cluster.record import ConfigError
 from kit.demo import REPOSITORY, NotebookError, execute
 from kit.papers import FRONTIER, HLAT, save_all
+from kit.papers.claims import Paper, page
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 GALLERY = NOTEBOOKS / "gallery"
 DPI = 120
 """Of the papers' figures there; the SVG has all detail."""
-PAPERS = {"06_frontier_figures": (FRONTIER, "frontier-demo"), "07_hlat_figures": (HLAT, "hlat-demo")}
+COLOURS = 128
+"""Of a picture there: lines and text need no more, and the files have a third of the bytes."""
+PAPERS: dict[str, tuple[Paper, dict[str, Any], str]] = {
+    "06_frontier_figures": ("frontier", FRONTIER, "frontier-demo"),
+    "07_hlat_figures": ("hlat", HLAT, "hlat-demo"),
+}
 """Notebooks of papers: their figures, and the folder below runs/ with the demo-scale runs that they have made."""
+SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
+"""Of what a cell shows, the first of these that there is: a live view becomes its still."""
+LIVE = "application/vnd.jupyter.widget-view+json"
+INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
+"""In the first cell of each notebook."""
+MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
-def pictures(executed: Path) -> dict[str, bytes]:
-    """Returns the PNG pictures of an executed notebook, by the id of the cell that shows them."""
-    found = {}
-    for cell in nbformat.read(executed, as_version=4).cells:
-        for output in cell.get("outputs", []):
-            if "image/png" in output.get("data", {}):
-                found[cell.id] = base64.b64decode(output.data["image/png"])
-    return found
+def write_page(name: str, executed: Path) -> None:
+    """Replaces the Markdown page of a notebook in the gallery, and its pictures, called NAME--CELL.png."""
+    from nbconvert import MarkdownExporter
+    from traitlets.config import Config
+
+    for old in GALLERY.glob(f"{name}--*"):
+        old.unlink()
+    document = nbformat.read(executed, as_version=4)
+    for cell in document.cells:
+        if cell.cell_type == "markdown":
+            told = re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", cell.source).replace("](../", "](../../")
+            cell.source = told.replace(INVITATION.format(name=name), MADE.format(name=name))
+        if "outputs" in cell:  # a live view has its still beside it
+            cell.outputs = [each for each in cell.outputs if LIVE not in each.get("data", {}) or SHOWN[0] in each.data]
+        for number, output in enumerate(cell.get("outputs", [])):
+            stem = f"{name}--{cell.id}{number or ''}"
+            output.setdefault("metadata", {})["filename"] = f"{stem}.png"
+            _clean(output, stem)
+    extract = Config({"ExtractOutputPreprocessor": {"enabled": True, "extract_output_types": {"image/png"}}})
+    text, resources = MarkdownExporter(config=extract).from_notebook_node(document)
+    for file, picture in resources["outputs"].items():
+        (GALLERY / file).write_bytes(fewer_colours(picture))
+    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+    (GALLERY / f"{name}.md").write_text(re.sub(r"\n{3,}", "\n\n", lines) + "\n", encoding="utf-8")
+
+
+def fewer_colours(picture: bytes) -> bytes:
+    """Returns a PNG with a palette of COLOURS, on a white ground."""
+    from PIL import Image
+
+    drawn = Image.open(io.BytesIO(picture)).convert("RGBA")
+    flat = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn).convert("RGB")
+    stream = io.BytesIO()
+    flat.quantize(COLOURS, dither=Image.Dither.NONE).save(stream, "PNG", optimize=True)
+    return stream.getvalue()
 
 
 def keep(name: str, executed: Path) -> None:
-    """Replaces the pictures of a notebook in the gallery.
+    """Replaces what the gallery has of a notebook: its page, and of a paper the figures and the sheet of claims.
 
     Raises:
         ConfigError: a figure of a paper cannot be drawn.
     """
     GALLERY.mkdir(exist_ok=True)
-    if name in PAPERS:
-        figures, study = PAPERS[name]
-        for old in (file for figure in figures for file in GALLERY.glob(f"{figure}.*")):
-            old.unlink()
-        told = save_all(figures, GALLERY, [REPOSITORY / "runs" / study], dpi=DPI)
-        if missing := [f"{figure}: {why}" for figure, why in told.items() if why]:
-            raise ConfigError("; ".join(missing))
+    write_page(name, executed)
+    if name not in PAPERS:
         return
-    for old in GALLERY.glob(f"{name}--*.png"):
+    paper, figures, study = PAPERS[name]
+    runs = [REPOSITORY / "runs" / study]
+    for old in (file for figure in figures for file in GALLERY.glob(f"{figure}.*")):
         old.unlink()
-    for cell, picture in pictures(executed).items():
-        (GALLERY / f"{name}--{cell}.png").write_bytes(picture)
+    told = save_all(figures, GALLERY, runs, dpi=DPI)
+    if missing := [f"{figure}: {why}" for figure, why in told.items() if why]:
+        raise ConfigError("; ".join(missing))
+    for drawn in (file for figure in figures for file in GALLERY.glob(f"{figure}.png")):
+        drawn.write_bytes(fewer_colours(drawn.read_bytes()))
+    (GALLERY / f"claims_{paper}.md").write_text(page(paper, runs), encoding="utf-8")
+
+
+def _clean(output: NotebookNode, stem: str) -> None:
+    """Leaves of an output what its page shows, without colours of a terminal and paths of this machine."""
+    from nbconvert.filters import strip_ansi
+
+    holder, kind = output, "text"
+    if "data" in output:
+        kind = next(kind for kind in SHOWN if kind in output.data)
+        holder = output.data = NotebookNode({kind: output.data[kind]})
+    if kind in holder and kind != "image/png":
+        text = strip_ansi(holder[kind])
+        for place, word in {str(REPOSITORY): "..", sys.prefix: "ENVIRONMENT", str(Path.home()): "~"}.items():
+            text = text.replace(place, word)
+        holder[kind] = _hosted(text, stem) if kind == "text/html" else text
+
+
+def _hosted(text: str, stem: str) -> str:
+    """Returns HTML as a code host shows it: no style sheets, drawings as files, those of light pages only, no gaps."""
+    text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
+    if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):
+        (GALLERY / f"{stem}.svg").write_bytes(base64.b64decode(drawing[1]))
+        text = text.replace(drawing[0], f"{stem}.svg")
+    return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)  # an empty line would end it
 
 
 def main() -> int:

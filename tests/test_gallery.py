@@ -1,10 +1,13 @@
 """The gallery: which files a notebook leaves there."""
 
 import base64
+import io
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 from kit import gallery
 from kit.errors import ConfigError
@@ -20,31 +23,72 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_pictures_of_a_notebook_replace_its_old_ones_only(folder: Path, tmp_path: Path) -> None:
+def picture() -> str:
+    stream = io.BytesIO()
+    Image.linear_gradient("L").save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark_twin(
+    folder: Path, tmp_path: Path
+) -> None:
     folder.mkdir()
     for name in ("a--old.png", "b--other.png"):
         (folder / name).write_bytes(b"old")
-    output = nbformat.v4.new_output("display_data", {"image/png": base64.b64encode(b"new").decode()})
-    cells = [nbformat.v4.new_code_cell("1", id="draw", outputs=[output]), nbformat.v4.new_code_cell("2", id="none")]
+    drawing = base64.b64encode(b"<svg/>").decode()
+    twins = "".join(f"<img class='kit-{twin}' src='data:image/svg+xml;base64,{drawing}'>" for twin in ("light", "dark"))
+    new = nbformat.v4.new_output
+    outputs = [
+        new("stream", text=f"\x1b[31mred\x1b[0m {tmp_path}/runs/x"),
+        new("display_data", {"image/png": picture(), "application/vnd.jupyter.widget-view+json": {"model_id": "1"}}),
+        new("display_data", {"text/html": f"<style>b</style><div>{twins}\n\n</div>", "text/plain": "Live"}),
+    ]
+    told = f"# A\n\n{gallery.INVITATION.format(name='a')} Then [b](b.ipynb)."
+    cells = [nbformat.v4.new_markdown_cell(told), nbformat.v4.new_code_cell("1 + 1", id="draw", outputs=outputs)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
     gallery.keep("a", tmp_path / "a.ipynb")
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
-        "a--draw.png": b"new",
-        "b--other.png": b"old",
-    }
+    assert sorted(file.name for file in folder.iterdir()) == ["a--draw1.png", "a--draw2.svg", "a.md", "b--other.png"]
+    page = (folder / "a.md").read_text()
+    assert page.startswith("# A\n\nMade by `make gallery` from [the notebook](../a.ipynb)") and "[b](b.md)" in page
+    assert "red ../runs/x" in page and "![png](a--draw1.png)" in page and "src='a--draw2.svg'" in page
+    assert not any(word in page for word in ("widget", "style", "dark", "base64", "\x1b", str(tmp_path)))
+    with Image.open(folder / "a--draw1.png") as kept:
+        assert kept.mode == "P"
+
+
+@pytest.mark.parametrize("notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem)
+def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None:
+    page, again = gallery.GALLERY / f"{notebook.stem}.md", f"python -m kit.gallery {notebook.stem}"
+    cells = nbformat.read(notebook, as_version=4).cells
+    assert gallery.INVITATION.format(name=notebook.stem) in cells[0].source, "the way to the page"
+    shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    code = [cell.source for cell in cells if cell.cell_type == "code"]
+    assert [source.split() for source in code] == [text.split() for text in shown], again
+    pictures = re.findall(r"(?:\]\(|src=')([\w-]+--[\w-]+\.(?:png|svg))", page.read_text())
+    kept = [file.name for file in gallery.GALLERY.glob(f"{notebook.stem}--*")]
+    assert sorted(pictures) == sorted(kept) and pictures, again
+
+
+def test_gallery_is_small_and_the_readme_leads_to_its_pages() -> None:
+    assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
+    readme = (gallery.REPOSITORY / "README.md").read_text()
+    pages = [*gallery.NOTEBOOKS.glob("*.ipynb"), *(Path(f"claims_{paper}") for paper, *_ in gallery.PAPERS.values())]
+    assert all(f"(notebooks/gallery/{page.stem}.md)" in readme for page in pages)
 
 
 def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-averaging")}
-    monkeypatch.setattr(gallery, "PAPERS", {"paper": (quick, "study")})
+    monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", quick, "study")})
+    monkeypatch.setattr(gallery, "write_page", lambda name, executed: None)
+    monkeypatch.setattr(gallery, "page", lambda paper, runs: f"claims of {paper}")
     folder.mkdir()
     (folder / "hlat-averaging.svg").write_text("of a time when tables were pictures")
     gallery.keep("paper", tmp_path / "unused.ipynb")
-    names = ["hlat-averaging.csv", *(f"hlat-data-mix.{ending}" for ending in ("csv", "png", "svg"))]
+    names = ["claims_hlat.md", "hlat-averaging.csv", *(f"hlat-data-mix.{ending}" for ending in ("csv", "png", "svg"))]
     assert sorted(file.name for file in folder.iterdir()) == names
-    monkeypatch.setattr(gallery, "PAPERS", {"paper": ({"hlat-spikes": FIGURES["hlat-spikes"]}, "study")})
+    monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", {"hlat-spikes": FIGURES["hlat-spikes"]}, "study")})
     with pytest.raises(ConfigError, match=r"hlat-spikes: runs: no spikes\.json"):
         gallery.keep("paper", tmp_path / "unused.ipynb")
 

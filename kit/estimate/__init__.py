@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kit.estimate.choose.explain import answers as answers
+    from kit.estimate.choose.panel import Panel as Panel
     from kit.estimate.choose.search import search as search
     from kit.estimate.fit.calibrate import calibrate as calibrate
     from kit.estimate.fit.calibrate import published_calibration as published_calibration
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "choose.explain": ("answers",),
+    "choose.panel": ("Panel",),
     "choose.search": ("search",),
     "fit.calibrate": ("calibrate", "published_calibration"),
     "fit.measured_rows": ("hardware_on",),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from cluster.record import html_table
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
-from kit.estimate.choose.search import Search, describe, interval, seconds
+from kit.estimate.choose.search import Machine, Search, describe, interval, seconds
 from kit.estimate.theory.schedule import simulate_plan
 from kit.plan import Plan
 
@@ -186,13 +187,24 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
 
 
 def simulated_step_time(answer: Answer) -> float:
-    """Returns the step time with the schedule simulated from the closed form's stage times, seconds.
+    """Returns the step time with the schedule simulated from the closed form's stage times, seconds."""
+    plan, terms = answer.plan, answer.time_terms_s
+    outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
+    m, p = plan.num_microbatches, plan.pipeline_parallel
+    times = stage_times(plan, terms, answer.search.machine)
+    whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]  # per stage and micro-batch
+    simulated = min(m, SIMULATED_ROUNDS * p)
+    result = simulate_plan(plan, num_microbatches=simulated, **times)
+    per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
+    return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
+
+
+def stage_times(plan: Plan, terms: Mapping[str, float], machine: Machine) -> dict[str, Any]:
+    """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it, from a step's terms.
 
     A third of the matrix products is forward, a third input gradients, a third weight gradients; recomputation is
     part of the backward pass; logits and embedding are on the last stage, the heavier of the two by far.
     """
-    plan, terms = answer.plan, answer.time_terms_s
-    outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
     m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
     share = {name: value / (m * v) for name, value in terms.items()}  # of one stage and micro-batch
     weight = share["gemm"] / 3
@@ -202,19 +214,9 @@ def simulated_step_time(answer: Answer) -> float:
     backward = sum(share[name] for name in layers) - forward - weight
     ends = np.zeros(p * v)
     ends[-1] = terms["embedding_logits"] * p / m
-    whole = forward + backward + weight + ends  # per stage and micro-batch
-    simulated = min(m, SIMULATED_ROUNDS * p)
-    send = terms["pipeline_send"] / (2 * m * v) / answer.search.machine.coefficients.pipeline_exposed
-    result = simulate_plan(
-        plan,
-        num_microbatches=simulated,
-        forward_s=forward + ends / 3,
-        backward_input_s=backward + ends / 3,
-        backward_weight_s=weight + ends / 3,
-        send_s=send if p > 1 else 0.0,
-    )
-    per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
-    return result.makespan_s + (m - simulated) * float(per_device.max()) + outside
+    send = terms["pipeline_send"] / (2 * m * v) / machine.coefficients.pipeline_exposed
+    return {"forward_s": forward + ends / 3, "backward_input_s": backward + ends / 3,
+            "backward_weight_s": weight + ends / 3, "send_s": send if p > 1 else 0.0}  # fmt: skip
 
 
 def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:

@@ -201,11 +201,8 @@ def search(
         raise ConfigError(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1, e.g. 0.05."
         )
-    hardware = Hardware.of(site, "bf16")
-    calibration = calibration or calibrate([], site, hardware=hardware)
+    machine = machine_of(site, calibration, engine=engine, kernels=kernels)
     engine = engine or site.engine
-    kernels = kernels or engine_kernels(engine, site.device)
-    machine = Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
     layouts = candidates(
         spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
         **layout_kernels,
@@ -224,6 +221,24 @@ def search(
             f"devices, a smaller model or sequence length, or accept more risk."
         )
     return found
+
+
+def machine_of(
+    site: Site,
+    calibration: Calibration | None = None,
+    *,
+    engine: EngineName | None = None,
+    kernels: Kernels | None = None,
+) -> Machine:
+    """Returns what layouts are evaluated on; the arguments are as in `search`.
+
+    Raises:
+        ConfigError: the site lacks a number.
+    """
+    hardware = Hardware.of(site, "bf16")
+    calibration = calibration or calibrate([], site, hardware=hardware)
+    kernels = kernels or engine_kernels(engine or site.engine, site.device)
+    return Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
 
 
 def describe(row: Mapping[str, Any]) -> str:

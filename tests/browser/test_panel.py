@@ -1,0 +1,58 @@
+"""The panel of notebook 02 in a real JupyterLab: played with, on light and dark pages, narrow, and without a kernel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser.lab import Lab, Notebook
+from tests.environments import ROOT
+
+pytestmark = pytest.mark.slow
+CELL = (
+    f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport kit\nfrom kit.estimate import Panel\n"
+    "Panel(plan=kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,\n"
+    "                    global_batch_size=640, recompute='full', precision='bf16'))"
+)
+DARK = "async () => await window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
+
+
+def test_panel_follows_refuses_writes_and_leaves_a_still(browser, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    lab = Lab(Path(sys.executable), tmp_path / "home", tmp_path / "folder")
+    try:
+        notebook = Notebook(browser, lab, [CELL])
+        notebook.open()
+        notebook.run_cell(0)
+        before = notebook.text(".kit-panel")
+        assert "Memory: " in before and "Step: " in before and "risk of running out" in before
+        still = notebook.page.locator("img[alt='the panel']")
+        assert still.count() == 1 and not still.is_visible(), "a live panel needs no still"
+
+        tensor = notebook.page.get_by_label("tensor")
+        tensor.fill("8")
+        tensor.press("Enter")
+        notebook.until(lambda: "Step: " in notebook.text(".kit-panel") and notebook.text(".kit-panel") != before)
+        notebook.click("Plan(...)")
+        notebook.until(lambda: "kit.Plan(tensor_parallel=8, pipeline_parallel=16" in notebook.text(".jp-OutputArea"))
+        notebook.photograph("panel-light")
+        tensor.fill("7")
+        tensor.press("Enter")
+        notebook.until(lambda: "Impossible: devices: 128 is no multiple" in notebook.text("[role=alert]"))
+        tensor.fill("4")
+        tensor.press("Enter")
+        notebook.until(lambda: notebook.text(".kit-panel") == before)
+
+        notebook.evaluate(DARK)
+        notebook.page.set_viewport_size({"width": 700, "height": 1250})
+        notebook.page.wait_for_timeout(500)
+        notebook.photograph("panel-dark-narrow")
+        weights = notebook.page.locator(".kit-panel path[fill='#0072b2']").first
+        assert weights.evaluate("path => getComputedStyle(path).fill") == "rgb(86, 180, 233)", "the dark page's blue"
+
+        notebook.save()
+        notebook.open()  # a new page, with a kernel that knows nothing of the panel
+        notebook.until(lambda: notebook.page.locator("img[alt='the panel']").is_visible())
+        notebook.photograph("panel-still")
+    finally:
+        lab.stop()
