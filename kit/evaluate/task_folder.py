@@ -33,7 +33,11 @@ def read_folder(
             try:
                 own = options if files is None else {"data_files": files}
                 builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
-            except (ValueError, FileNotFoundError):  # the card knows no such configuration
+            except (
+                ValueError,
+                FileNotFoundError,
+                RuntimeError,
+            ):  # no such configuration, or a script, which never runs
                 continue
             found: Any = builder.config.data_files
             try:

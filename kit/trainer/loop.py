@@ -188,7 +188,7 @@ class Trainer:
         numbers, problem = hook.numbers(state)
         row |= numbers
         if problem:
-            self.recovery.tell("hook", f"step {row['step']}: {problem}", row["step"])
+            self.recovery.tell("hook", problem, row["step"])
 
     def _row(self, launched: Launched) -> dict[str, Any]:
         """Returns what the metrics say of a step, once its result is there."""

@@ -135,6 +135,9 @@ def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, 
         DataError, match=r"sciq: allenai/sciq \(splits test, validation, train\): 'test' is scored, but"
     ):
         load_task("sciq", mirror=mirror, task_data=own)
+    (own / "nyu-mll" / "blimp" / "README.md").write_text("of an older kind, with a script\n")
+    (own / "nyu-mll" / "blimp" / "blimp.py").write_text("raise SystemExit\n")
+    assert len(load_task("blimp_causative", mirror=mirror, task_data=own).task.eval_docs) == 2
     (own / "adjunct_island.jsonl").write_text('{"sentence_good": "a"\n')
     with pytest.raises(DataError, match="adjunct_island.jsonl.* is damaged"):
         load_task("blimp_adjunct_island", mirror=mirror, task_data=own)
