@@ -88,9 +88,4 @@ def _submit(run: Path, folder: Path, site: Site, nodes: int, minutes: float | No
         time_limit_s=None if minutes is None else 60 * minutes,
     )  # fmt: skip
     cluster.submit(job, site)
-    hint(
-        f"Started {job.num_processes} ranks. The same command goes on where they end. Progress:",
-        "logs",
-        run,
-        "--follow",
-    )
+    hint(f"Started {job.num_processes} ranks; should they end early, give this again. Watch:", "logs", run, "--follow")
