@@ -86,6 +86,7 @@ def _submit(run: Path, folder: Path, site: Site, nodes: int, minutes: float | No
         name=run.name, run_dir=str(run), argv=(sys.executable, "-m", "kit.data", str(folder)),
         num_processes=nodes * site.devices_per_node, num_nodes=nodes,
         time_limit_s=None if minutes is None else 60 * minutes,
+        max_restarts=10,  # time limits too: a build takes no steps, by which progress would be seen
     )  # fmt: skip
     cluster.submit(job, site)
     hint(f"Started {job.num_processes} ranks; should they end early, give this again. Watch:", "logs", run, "--follow")
