@@ -63,8 +63,8 @@ def write_page(name: str, executed: Path) -> None:
     text, resources = MarkdownExporter(config=extract).from_notebook_node(document)
     for file, picture in resources["outputs"].items():
         (GALLERY / file).write_bytes(fewer_colours(picture))
-    lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
-    (GALLERY / f"{name}.md").write_text(re.sub(r"\n{3,}", "\n\n", lines) + "\n", encoding="utf-8")
+    lines = (line.rstrip() for line in text.strip().splitlines())
+    (GALLERY / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def fewer_colours(picture: bytes) -> bytes:

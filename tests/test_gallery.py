@@ -63,7 +63,7 @@ def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None
     assert gallery.INVITATION.format(name=notebook.stem) in cells[0].source, "the way to the page"
     shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     code = [cell.source for cell in cells if cell.cell_type == "code"]
-    assert [source.split() for source in code] == [text.split() for text in shown], again
+    assert [source.strip() for source in code] == [text.strip() for text in shown], again
     pictures = re.findall(r"(?:\]\(|src=')([\w-]+--[\w-]+\.(?:png|svg))", page.read_text())
     kept = [file.name for file in gallery.GALLERY.glob(f"{notebook.stem}--*")]
     assert sorted(pictures) == sorted(kept) and pictures, again
