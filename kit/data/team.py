@@ -35,6 +35,7 @@ class Progress:
 
         columns = (TextColumn("{task.description:<22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
         self._bars = Bars(*columns, console=Console(quiet=not shown), disable=not shown)
+        self._is_log = not (self._bars.console.is_terminal or self._bars.console.is_jupyter)
         self._told_at = time.monotonic()
 
     def say(self, text: str) -> None:
@@ -47,7 +48,7 @@ class Progress:
 
         def advance(num_bytes: int) -> None:
             self._bars.advance(task, num_bytes)
-            if not self._bars.console.is_terminal and time.monotonic() - self._told_at > TELL_EVERY_S:
+            if self._is_log and time.monotonic() - self._told_at > TELL_EVERY_S:
                 self._told_at, now = time.monotonic(), self._bars.tasks[task]
                 left = "" if now.time_remaining is None else f", {now.time_remaining / 60:.0f} min left"
                 self.say(f"{title}: {now.completed / 1e9:,.2f} of {total / 1e9:,.2f} GB{left}")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,3 +150,9 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_parts, monkeypatch):
         build_dataset(tmp_path / "data", text, **QUIET, workers=2)
     with pytest.raises(DataError, match="workers: 0 is not allowed"):
         build_dataset(tmp_path / "data", text, **QUIET, workers=0)
+
+
+def test_a_log_is_told_the_time_left(text, tmp_path, in_parts, monkeypatch, capsys):
+    monkeypatch.setattr("kit.data.team.TELL_EVERY_S", 0)
+    build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
+    assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", capsys.readouterr().out, re.MULTILINE)
