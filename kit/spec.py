@@ -39,12 +39,9 @@ class RopeScaling(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (
-            0 < self.low_freq_factor < self.high_freq_factor and self.factor * self.original_max_position_embeddings > 0
-        ):
-            raise ConfigError(
-                f"spec.rope_scaling: {self.to_dict()} is not allowed. Give numbers above 0, the low one below."
-            )
+        if min(dataclasses.astuple(self)) <= 0 or self.low_freq_factor >= self.high_freq_factor:
+            told = "Give numbers above 0, low_freq_factor below high_freq_factor."
+            raise ConfigError(f"spec.rope_scaling: {self.to_dict()} is not allowed. {told}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

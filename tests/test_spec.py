@@ -1,7 +1,7 @@
 import pytest
 
 from kit.errors import ConfigError
-from kit.spec import PRESETS, FlopBasis, ModelSpec
+from kit.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
 
 # Exact counts: HLAT and Llama 3 from their published configurations, GPT-2 XL from its checkpoint.
 KNOWN_PARAMS = {
@@ -109,3 +109,9 @@ def test_json_round_trip(name):
     spec = ModelSpec.preset(name)
     assert ModelSpec.from_json(spec.to_json()) == spec
     assert f"{spec.num_params:,}" in spec._repr_html_()
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": -1}])
+def test_rope_scaling_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"spec\.rope_scaling: .* is not allowed"):
+        RopeScaling(**wrong)

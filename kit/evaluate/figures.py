@@ -40,7 +40,7 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
             labels.append(score.task if bits is None else f"{score.task}\n{bits:.2f} bits per byte")
         right.set_yticks(range(len(choices)), labels)
         right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
-        right.set_title("Accuracy with 95 % interval; grey: chance")
+        right.set_title("Accuracy, 95 % interval; grey: chance; answers' bits")
         for axis in (left, right):
             axis.grid(visible=False)
     return figure, rows
