@@ -8,7 +8,7 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.estimate.fit import fitting, published
+from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import calibrate, propose, published_calibration
 from kit.estimate.fit.fitting import Prior, fit, sensitivity
 from kit.estimate.fit.measured_rows import hardware_on, rows_of
@@ -99,6 +99,65 @@ def test_intervals_hold_the_measured_times_and_widen_without_runs(bloom):
     blind = calibrate([], Site.load("jean-zay")).predict(layouts)
     assert (blind.high_s / blind.low_s > 1.2 * prediction.high_s / prediction.low_s).all()
     assert "average of published machines" in blind.warnings[0]
+
+
+def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
+    def width(site, spec="llama3-8b", **fields):
+        layouts = Layouts.of(
+            ModelSpec.preset(spec), [Plan.from_dict({"global_batch_size": 64, "data_parallel": 8} | fields)]
+        )
+        found = calibrate([], Site.load(site)).predict(layouts)
+        return float((found.high_s / found.low_s).item()), found.untried
+
+    plain, nothing = width("selene")
+    assert nothing == ()
+    compiled, names = width("selene", compile=True)
+    assert names == ("compiled blocks",) and compiled > plain
+    both, names = width("selene", compile=True, zero_stage=3)
+    assert names == ("ZeRO 3 (FSDP2)", "compiled blocks") and both > compiled
+    _, names = width("selene", pipeline_parallel=4, data_parallel=8, global_batch_size=16)
+    assert names == ("fewer micro-batches than stages",)
+    hardware, layouts = Hardware.of(Site.load("selene")), rows_of(published.load(system="Selene")[:1]).layouts
+    slow = dataclasses.replace(hardware, memory_bytes_per_s=hardware.memory_bytes_per_s / 4)
+    assert interval.untried(layouts, slow, None)["device unlike those of the fit"].all()
+    measured = interval.MeasuredRange.of(layouts, slow)
+    assert not any(each.any() for each in interval.untried(layouts, slow, measured).values()), "its runs have told"
+
+
+def test_a_measured_trait_is_no_longer_untried(bloom):
+    rows = rows_of(bloom[:6])
+    narrow = dataclasses.replace(rows.hardware, matmul_flops_per_s=2 * np.asarray(rows.hardware.matmul_flops_per_s))
+    measured = interval.MeasuredRange.of(rows.layouts, narrow)
+    assert measured.traits == {"number format below bf16"}
+    named = {name for name, each in interval.untried(rows.layouts, narrow, None).items() if each.any()}
+    assert "number format below bf16" in named
+    assert not any(each.any() for each in interval.untried(rows.layouts, narrow, measured).values())
+
+
+def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
+    noise = np.random.default_rng(0).normal(0, 0.3, len(invented))
+    rough = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise))
+    widths = []
+    for rows in (invented, rough):
+        found = fit(rows.select(np.arange(12)), Prior.default())
+        widths.append(interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance))
+    assert widths[0] < interval.SCALES.misfit < 0.6 * widths[1]
+
+
+def test_left_out_errors_are_those_of_fits_without_the_run(invented):
+    noise = np.random.default_rng(1).normal(0, 0.05, len(invented))
+    rows = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise)).select(np.arange(0, 40, 4))
+    found, apart = fit(rows, Prior.default()), []
+    for i in range(len(rows)):
+        others = fit(rows.select(np.arange(len(rows)) != i), Prior.default())
+        one = rows.select(np.array([i]))
+        apart.append((fitting.log_time(one.layouts, one.hardware, others.values) - np.log(one.seconds)).item())
+    assert np.corrcoef(found.left_out_error, apart)[0, 1] > 0.9
+    assert np.sqrt(np.mean(found.left_out_error**2)) == pytest.approx(np.sqrt(np.mean(np.square(apart))), rel=0.3)
+
+
+def test_quantiles_are_those_of_students_t():
+    assert [interval.quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx([2.132, 2.015, 1.812, 1.645], rel=2e-3)
 
 
 def test_a_layout_unlike_any_run_carries_a_warning(bloom):

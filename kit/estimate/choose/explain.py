@@ -118,6 +118,8 @@ class Answer:
         best = measured_mfu(site.device.name)
         if best and self.row["mfu"] > best:
             texts.append(f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this device reach.")
+        if untried := self.search.prediction(self.index).untried:
+            texts.append(f"outside the experience of the fit, so the interval is wider: {', '.join(untried)}.")
         if self.nearest is None or self.nearest.distance > FAR:
             texts.append("no published run is near: a prediction outside the measured range.")
         return tuple(texts)

@@ -14,7 +14,7 @@ import numpy as np
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
-from kit.estimate.fit.calibrate import Calibration, calibrate
+from kit.estimate.fit.calibrate import Calibration, Prediction, calibrate
 from kit.estimate.theory.activations import Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
@@ -138,12 +138,18 @@ class Search:
         peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
 
+    def prediction(self, index: int) -> Prediction:
+        """Returns the step time of one layout, as the engine runs it, with interval and warnings."""
+        layout = self.layouts.select(np.array([index]))
+        layout = dataclasses.replace(layout, compiled=np.array([self.plan(index).compile]))
+        return self.machine.calibration.predict(layout, self.machine.hardware)
+
     def row(self, index: int) -> dict[str, Any]:
         """Returns one layout as a row of a table: the plan's fields, seconds with interval, bytes, risk, MFU."""
         plan = self.plan(index).to_dict()
         for name in ("compile", "precision", "global_batch_size"):
             del plan[name]
-        predicted = self.machine.calibration.predict(self.layouts.select(np.array([index])), self.machine.hardware)
+        predicted = self.prediction(index)
         return plan | {
             "step_time_s": float(self.step_time_s[index]),
             "step_time_low_s": float(predicted.low_s.item()),

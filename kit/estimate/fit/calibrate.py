@@ -14,14 +14,12 @@ from kit.estimate.fit.measured_rows import AnyRun, rows_of_any, site_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES, NARROW, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.step_time import StepTime, model_flops_per_token, step_time
+from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
 """Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
 RUN_NOISE = 0.05
 """ln-scale of a calibration run's own error when runs are proposed."""
-SLOW_NOISE = 0.1
-"""More of it per ln of how far a layout stays below the best MFU: slow runs obey no formula well."""
 LOCAL_SPREAD = 2.0
 """How much wider the prior is on a site that is no cluster: the population has none."""
 LOCAL = {
@@ -41,6 +39,8 @@ class Prediction:
     low_s: Array
     high_s: Array
     warnings: tuple[str, ...]
+    untried: tuple[str, ...]
+    """What is outside the experience of fit and runs, and has widened the interval of some layout."""
 
     @property
     def total_s(self) -> Array:
@@ -63,7 +63,7 @@ class Calibration:
     hardware: Hardware
     measured: interval.MeasuredRange | None
     """Of the runs; none without any."""
-    misfit: float = interval.MISFIT
+    misfit: float = interval.SCALES.misfit
     """ln-scale of what the formula gets wrong on this machine."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
@@ -72,15 +72,20 @@ class Calibration:
         `hardware` is the calibrated machine's unless it is given.
         """
         hardware = hardware or self.hardware
-        centre, deviation = interval.spread(layouts, hardware, self._values, self.covariance, self.misfit)
-        half = interval.QUANTILE * deviation
+        centre, variance = interval.spread(layouts, hardware, self._values, self.covariance)
+        untried = interval.untried(layouts, hardware, self.measured)
+        count = sum(untried.values(), np.zeros(layouts.shape))
+        half = interval.SCALES.half_width(variance, self.misfit, count, self.num_runs)
+        names = tuple(name for name, each in untried.items() if each.any())
         if self.measured is None:
             warnings = ("no run of this machine was measured: efficiencies are the average of published machines.",)
         else:
             warnings = self.measured.warnings(layouts)
+        if names:
+            warnings = (*warnings, f"{', '.join(names)}: outside the experience of the fit, so the interval is wider.")
         return Prediction(
             step_time=step_time(layouts, hardware, self.coefficients), low_s=np.exp(centre - half),
-            high_s=np.exp(centre + half), warnings=warnings,
+            high_s=np.exp(centre + half), warnings=warnings, untried=names,
         )  # fmt: skip
 
     def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
@@ -193,15 +198,14 @@ def from_fit(found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hard
     """Returns the calibration that a fit amounts to."""
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
-    error, measured, misfit = float("nan"), None, interval.MISFIT
+    error, measured = float("nan"), None
     if rows is not None:
         off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.seconds)
         error = float(np.mean(np.abs(np.expm1(off))))
-        measured = interval.MeasuredRange.of(rows.layouts)
-        misfit = max(misfit, float(np.quantile(np.abs(off), 0.9)) / interval.QUANTILE)  # it holds 90 % of its own runs
+        measured = interval.MeasuredRange.of(rows.layouts, rows.hardware)
     return Calibration(
         coefficients=found.coefficients, covariance=found.covariance, error=error, hardware=hardware, measured=measured,
-        misfit=misfit,
+        misfit=interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance),
         unidentified=tuple(name for name, each in zip(NAMES, told, strict=True) if not each),
         num_runs=0 if rows is None else len(rows),
     )  # fmt: skip
@@ -217,18 +221,14 @@ def propose(candidates: Layouts, hardware: Hardware, values: Array, covariance: 
     """
     if not 0 <= count <= len(candidates):
         raise ConfigError(f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer.")
-    x = candidates
-    centre, slopes = fitting.sensitivity(x, hardware, np.clip(values, fitting.LOW, fitting.HIGH))
-    flops = x.global_batch_size * x.sequence_length * model_flops_per_token(x) / x.num_devices
-    speed = np.log(flops / hardware.matmul_flops_per_s) - centre
-    noise = (RUN_NOISE + SLOW_NOISE * (speed.max() - speed)) ** 2
+    _, slopes = fitting.sensitivity(candidates, hardware, np.clip(values, fitting.LOW, fitting.HIGH))
     chosen: list[int] = []
     for _ in range(count):
         carried = slopes @ covariance
-        gain = ((carried @ slopes.T) ** 2).sum(0) / (np.einsum("ij,ij->i", carried, slopes) + noise)
+        gain = ((carried @ slopes.T) ** 2).sum(0) / (np.einsum("ij,ij->i", carried, slopes) + RUN_NOISE**2)
         gain[chosen] = -1
         best = int(np.argmax(gain))
         chosen.append(best)
         row = carried[best]
-        covariance = covariance - np.outer(row, row) / (row @ slopes[best] + noise[best])
+        covariance = covariance - np.outer(row, row) / (row @ slopes[best] + RUN_NOISE**2)
     return chosen

@@ -23,6 +23,8 @@ TAIL = 5.0
 MAX_ROWS = 100.0
 STACK_SPREAD = 0.15
 """ln-spread of the factors of software stacks on one machine."""
+MOST_LEVERAGE = 0.98
+"""Of one run on its own prediction: a linear left-out error means nothing beyond."""
 ROUNDS = 3
 """Of fitting all machines with the population, and the population to them."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
@@ -85,6 +87,10 @@ class Fit:
     covariance: Array
     stack_factors: Array
     """ln, one per stack."""
+    left_out_error: Array
+    """ln(predicted / measured) of each fitted run, as if the others alone had been fitted (by its leverage)."""
+    left_out_variance: Array
+    """Of each of these predictions, from the coefficients."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -156,12 +162,21 @@ def fit(rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = 
             break
     curvature, _ = _normal_equations(error, slopes, weight, values, mean, spread)
     covariance = np.linalg.inv(curvature)
-    return Fit(values=values[:size], covariance=covariance[:size, :size], stack_factors=values[size:])
+    variance = NOISE**2 * np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
+    leverage = np.minimum(weight * (TAIL + 1) / (TAIL + error**2) * variance / NOISE**2, MOST_LEVERAGE)
+    return Fit(
+        values=values[:size], covariance=covariance[:size, :size], stack_factors=values[size:],
+        left_out_error=NOISE * error / (1 - leverage), left_out_variance=variance / (1 - leverage),
+    )  # fmt: skip
 
 
 def prior_only(prior: Prior) -> Fit:
     """Returns what is believed without any run."""
-    return Fit(values=prior.mean, covariance=np.diag(prior.spread**2), stack_factors=np.zeros(0))
+    none = np.zeros(0)
+    return Fit(
+        values=prior.mean, covariance=np.diag(prior.spread**2), stack_factors=none, left_out_error=none,
+        left_out_variance=none,
+    )  # fmt: skip
 
 
 def population(machines: Sequence[Rows]) -> Prior:

@@ -104,8 +104,8 @@ def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
 def _layout_value(run: PublishedRun, name: str) -> float | bool:
     if name == "recompute":
         return RECOMPUTE.index(run.recompute)
-    if name == "shard_size":
-        return 0.0  # none of them says so
+    if name in ("shard_size", "compiled"):
+        return 0.0 if name == "shard_size" else False  # none of them says so
     if name == "schedule":
         return SCHEDULES.index("interleaved" if run.virtual_stages > 1 else "1f1b")
     return getattr(run, name) if hasattr(run, name) else getattr(run.spec, name)

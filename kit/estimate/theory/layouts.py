@@ -60,6 +60,8 @@ class Layouts:
     """Collectives of gradients, weights and tensor parallelism run beside computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
+    compiled: Array
+    """Blocks are compiled: no term of the time knows it, but its interval does."""
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
@@ -75,7 +77,8 @@ class Layouts:
         columns["recompute"] = np.array([RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8)
         columns["schedule"] = np.array([SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8)
         columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
-        kernels = KERNELS | {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]} | kernels
+        own = {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]}
+        kernels = KERNELS | own | {"compiled": [plan.compile for plan in plans]} | kernels
         return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
 
     @property
@@ -140,6 +143,7 @@ KERNELS: dict[str, Any] = {
     "overlap": False,
     "gradient_bytes": 4.0,
     "context_parallel": 1.0,
+    "compiled": False,
 }
 
 

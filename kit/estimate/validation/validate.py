@@ -4,102 +4,23 @@ For each machine the prior is the population of all other machines, so that noth
 its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it.
 """
 
-import dataclasses
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from kit.estimate.fit import fitting, interval, published
-from kit.estimate.fit.calibrate import propose
-from kit.estimate.fit.fitting import Prior, Rows
-from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit import fitting, interval
+from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES
 from kit.estimate.theory.layouts import Array
+from kit.estimate.validation.machines import Group, Machine, machines, population_without, size_of
 from kit.estimate.validation.memory_validation import memory_validation
+from kit.estimate.validation.new_machine import new_machine
 from kit.estimate.validation.search_validation import search_validation
 from kit.show.results import Row, row
 
-SMALL = 120
-"""Rows of one machine that the population looks at; more do not change it."""
 SELENE_FITTED = ("factor",)
-CALIBRATION_RUNS = {0: 0.15, 1: 0.10, 5: 0.07, 10: 0.065}
-"""Runs of a new machine and the error allowed after them."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Published runs of one machine, and what a group of them is."""
-
-    name: str
-    runs: tuple[PublishedRun, ...]
-    rows: Rows
-    groups: tuple[Hashable, ...]
-    family: str
-    """Machines of one family are held out together."""
-
-    def small(self) -> Rows:
-        """Returns at most SMALL of the rows, evenly spaced."""
-        step = -(-len(self.rows) // SMALL)
-        return self.rows.select(np.arange(0, len(self.rows), step))
-
-
-Group = Callable[[PublishedRun], Hashable]
-Choice = Callable[[PublishedRun], bool]
-
-
-def _size(run: PublishedRun) -> Hashable:
-    return run.spec.hidden_size
-
-
-def _shape(run: PublishedRun) -> Hashable:
-    return run.spec.hidden_size, run.spec.num_layers
-
-
-def _layout(run: PublishedRun) -> Hashable:
-    return run.spec.num_layers, run.spec.sequence_length, run.tensor_parallel, run.pipeline_parallel
-
-
-def _each(run: PublishedRun) -> Hashable:
-    return id(run)
-
-
-def _bridge(device: str) -> Choice:
-    return lambda run: "Bridge" in run.source and run.device == device
-
-
-# What counts as one machine; recalled or second-hand numbers and one mis-configured run are left out.
-MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
-    ("Selene", "Selene", lambda run: run.system == "Selene" and not run.source.startswith("MT-NLG"), _each),
-    ("KAIST multi-node", "KAIST", lambda run: run.system == "KAIST A100 cluster", _size),
-    ("KAIST single node", "KAIST", lambda run: run.system == "KAIST A100 node", _size),
-    ("Aleph Alpha", "Aleph Alpha", lambda run: run.source.startswith("Aleph Alpha"), _size),
-    ("Jean Zay", "Jean Zay", lambda run: run.system == "Jean Zay" and "prequel" in run.source, _shape),
-    ("MI250X", "MI250X", lambda run: run.system in ("Frontier", "LUMI") and run.zero_stage < 3
-     and run.status != "derived", _each),
-    ("trn1", "trn1", lambda run: run.system == "trn1.32xlarge", _layout),
-    ("H100", "Bridge", _bridge("H100"), _shape),
-    ("GB200", "Bridge", _bridge("GB200"), _shape),
-    ("GB300", "Bridge", _bridge("GB300"), _shape),
-)  # fmt: skip
-NEW_MACHINES = ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200", "GB300")
-"""With more than one node and at least 20 rows, so that 10 runs leave something to score."""
-
-
-def machines() -> dict[str, Machine]:
-    """Returns the machines of the measured runs that come with the kit."""
-    runs, found = [run for run in published.load() if run.kind == "measured"], {}
-    for name, family, choice, group in MACHINES:
-        own = tuple(run for run in runs if choice(run))
-        groups = tuple(group(run) for run in own)
-        found[name] = Machine(name=name, family=family, runs=own, rows=rows_of(own), groups=groups)
-    return found
-
-
-def population_without(all_machines: dict[str, Machine], family: str | None) -> Prior:
-    """Returns the population of all machines but those of one family."""
-    return fitting.population([machine.small() for machine in all_machines.values() if machine.family != family])
 
 
 def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[Array, Array]:
@@ -110,23 +31,14 @@ def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[A
     for i in range(len(labels)):
         test = rows.select(group == i)
         found = fitting.fit(rows.select(group != i), prior, stacks=stacks)
-        centre, deviation = interval.spread(test.layouts, test.hardware, found.values, found.covariance)
+        centre, variance = interval.spread(test.layouts, test.hardware, found.values, found.covariance)
         if stacks:
             factors = np.append(found.stack_factors, np.zeros(int(rows.stack.max()) + 1))
             centre = centre + factors[test.stack]
         error[group == i] = np.exp(centre) / test.seconds - 1
-        half[group == i] = interval.QUANTILE * deviation
+        misfit = interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance)
+        half[group == i] = interval.SCALES.half_width(variance, misfit, np.zeros(len(test)), len(rows) - len(test))
     return error, half
-
-
-def after_runs(machine: Machine, prior: Prior, count: int) -> tuple[float, float]:
-    """Returns (error, coverage of the 90 % interval) on the rest after `count` runs that the kit chose itself."""
-    rows, covariance = machine.rows, np.diag(prior.spread**2)
-    chosen = propose(rows.layouts, rows.hardware, prior.mean, covariance, count)
-    rest = ~np.isin(np.arange(len(rows)), chosen)
-    found = fitting.fit(rows.select(np.array(chosen, dtype=int)), prior)
-    error, inside = interval.errors(rows.select(rest), found)
-    return float(np.abs(error).mean()), float(inside.mean())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
@@ -160,7 +72,7 @@ def validate(
     for name, machine in everything.items():
         errors[name], half = _held_out(machine, priors[name])
         table += _rows_of_machine(machine, errors[name], half)
-    table += _new_machine(everything, priors)
+    table += new_machine(everything)
     table += _regret_rows(everything, errors)
     return tuple([*table, *memory_validation(), *search_validation()])
 
@@ -215,26 +127,10 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
     return rows
 
 
-def _new_machine(everything: dict[str, Machine], priors: dict[str, Prior]) -> list[Row]:
-    rows, coverage = [], []
-    for count, limit in CALIBRATION_RUNS.items():
-        scores = {name: after_runs(everything[name], priors[name], count) for name in NEW_MACHINES}
-        note = ", ".join(f"{name} {error:.1%}" for name, (error, _) in scores.items())
-        mean = float(np.mean([error for error, _ in scores.values()]))
-        rows.append(row(f"new machine, {count} runs chosen by the kit: mean error", mean, "fraction", at_most=limit,
-                        note=note))  # fmt: skip
-        if count in (0, 5):
-            value = float(np.mean([inside for _, inside in scores.values()]))
-            note = ", ".join(f"{name} {inside:.0%}" for name, (_, inside) in scores.items())
-            coverage.append(Row(name=f"new machine, {count} runs: coverage of the 90 % interval", value=value,
-                                unit="fraction", target="85 to 95 %", ok=0.85 <= value <= 0.95, note=note))  # fmt: skip
-    return rows + coverage
-
-
 def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> list[Row]:
     rows = []
     for name, group in (
-        ("KAIST multi-node", _size),
+        ("KAIST multi-node", size_of),
         ("Aleph Alpha", lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length)),
     ):
         machine = everything[name]

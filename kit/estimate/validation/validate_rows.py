@@ -75,10 +75,10 @@ def _score(runs: list[PublishedRun], calibrate: int, seed: int) -> tuple[Array, 
     proposed = propose(inside.layouts, inside.hardware, start.values, start.covariance, count)
     chosen = pool[np.array(proposed, dtype=int)]
     rest = ~np.isin(np.arange(len(runs)), chosen)
-    found = start
+    found, fitted = start, [*known, *(runs[i] for i in chosen)]
     if count:
-        found = fitting.fit(rows_of([*known, *(runs[i] for i in chosen)]), prior, start=start.values)
-    error, covered = interval.errors(rows.select(rest), found)
+        found = fitting.fit(rows_of(fitted), prior, start=start.values)
+    error, covered = interval.errors(rows.select(rest), found, rows_of(fitted) if fitted else None)
     basis = f"{len(known)} published rows of this machine" if known else "average of published machines"
     assumed = sorted({name for run in runs for name in run.assumed})
     doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""

@@ -1,0 +1,292 @@
+"""What an estimate is worth on a machine and a code base that were never met: nested, whole ones left out. No torch.
+
+A stranger is what one code base was measured to do on one machine. Its prior is the population without any machine or
+code base that it shares; how wide its intervals are is chosen on the remaining strangers alone, each predicted without
+its own machine and code base too. Two ways are compared: hierarchical (the narrowest `interval.Scales` that hold, which
+the kit uses) and conformal (the quantile of normalised errors, each stranger counted once).
+"""
+
+import dataclasses
+import itertools
+from functools import cached_property
+
+import numpy as np
+
+from kit.estimate.fit import fitting, interval, published
+from kit.estimate.fit.calibrate import propose
+from kit.estimate.fit.fitting import Prior, Rows
+from kit.estimate.fit.interval import MeasuredRange, Scales
+from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.theory.layouts import Array
+from kit.estimate.validation.machines import Choice, Machine, machines
+from kit.show.results import Row, row
+
+COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
+"""Runs of the stranger, and how many others it must have to be scored after them."""
+GRID = tuple(
+    Scales(misfit=misfit, worth=worth, doubt=doubt)
+    for misfit, worth, doubt in itertools.product(
+        (0.04, 0.06, 0.08, 0.1), (3.0, 4.0, 6.0, 12.0), (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    )
+)
+SHORT = 10.0
+"""Width in ln that one more row held is worth: coverage first."""
+DRAWS = 20
+"""Random choices of five runs that the proposed five are compared with."""
+# Machine and code base of what the population is made of, by the names of `machines.MACHINES`.
+FITTED = {
+    "Selene": ("Selene", "Megatron-LM"), "KAIST multi-node": ("KAIST", "Megatron-LM"),
+    "KAIST single node": ("KAIST", "Megatron-LM"), "Aleph Alpha": ("Aleph Alpha", "Aleph Alpha"),
+    "Jean Zay": ("Jean Zay", "Megatron-DeepSpeed"), "MI250X": ("MI250X", "Megatron-DeepSpeed"),
+    "trn1": ("trn1", "NxD"), "H100": ("H100", "Bridge"), "GB200": ("GB200", "Bridge"), "GB300": ("GB300", "Bridge"),
+}  # fmt: skip
+OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
+    ("FORGE", "MI250X", "GPT-NeoX", lambda run: "forge" in run.source),
+    ("LUMI", "MI250X", "Megatron-DeepSpeed", lambda run: run.system == "LUMI"),
+    ("Frontier paper", "MI250X", "Megatron-DeepSpeed", lambda run: run.source.startswith("Dash")),
+    ("Eos", "H100", "Megatron-LM", lambda run: run.system == "Eos-class H100"),
+    ("torchtitan", "MI250X", "torchtitan", lambda run: "torchtitan" in run.source and run.system == "Frontier"),
+    ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
+)
+"""Strangers that the population does not have: the parts of MI250X, and rows that were never fitted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Stranger:
+    """Published runs of one code base on one machine."""
+
+    name: str
+    machine: str
+    code_base: str
+    rows: Rows
+
+    def knows(self, other: "Stranger") -> bool:
+        """Returns whether both share machine or code base."""
+        return self.machine == other.machine or self.code_base == other.code_base
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """How a stranger was predicted after some of its runs."""
+
+    off: Array
+    """ln(predicted / measured) of the other rows."""
+    variance: Array
+    num_untried: Array
+    left_out: tuple[Array, Array]
+    """Error and variance of the runs, each predicted by the others."""
+
+    def half(self, scales: Scales) -> Array:
+        """Returns half the 90 % interval of each row, ln."""
+        misfit = scales.misfit_after(*self.left_out)
+        return scales.half_width(self.variance, misfit, self.num_untried, len(self.left_out[0]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strangers:
+    """All of them, with the populations that know neither one nor another."""
+
+    fitted: tuple[Stranger, ...]
+    scored: tuple[Stranger, ...]
+
+    @classmethod
+    def of(cls, known: dict[str, Machine]) -> "Strangers":
+        """Returns the strangers among the published runs, with few rows of each."""
+        fitted = tuple(
+            Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
+            for name, (machine, code) in FITTED.items()
+        )
+        runs = [run for run in published.load() if run.kind == "measured" and run.status in ("read", "mixed")]
+        others = tuple(
+            Stranger(name=name, machine=machine, code_base=code, rows=rows_of([run for run in runs if choice(run)]))
+            for name, machine, code, choice in OTHERS
+        )
+        return cls(fitted=fitted, scored=(*(each for each in fitted if each.name != "MI250X"), *others))
+
+    @cached_property
+    def _cache(self) -> dict:
+        return {}
+
+    def _fitted_without(self, *unknown: Stranger) -> tuple[Stranger, ...]:
+        return tuple(each for each in self.fitted if not any(each.knows(other) for other in unknown))
+
+    def prior(self, *unknown: Stranger) -> Prior:
+        """Returns the population without the machines and code bases of these."""
+        fitted = self._fitted_without(*unknown)
+        key = tuple(each.name for each in fitted)
+        if key not in self._cache:
+            self._cache[key] = fitting.population([each.rows for each in fitted])
+        return self._cache[key]
+
+    def trial(self, one: Stranger, count: int, *unknown: Stranger) -> Trial | None:
+        """Returns a stranger's trial after `count` proposed runs; `unknown` are left out of its prior beside itself.
+
+        None where too few rows would be left.
+        """
+        if len(one.rows) < count + COUNTS[count]:
+            return None
+        fitted = self._fitted_without(one, *unknown)
+        key = (one.name, count, tuple(each.name for each in fitted))
+        if key not in self._cache:
+            known = limits([each.rows for each in fitted])
+            self._cache[key] = _trial(one.rows, self.prior(one, *unknown), known, count)
+        return self._cache[key]
+
+    def others(self, one: Stranger, count: int) -> list[Trial]:
+        """Returns the trials of all strangers that share nothing with `one`, none of which has seen it."""
+        trials = [self.trial(each, count, one) for each in self.scored if not each.knows(one)]
+        return [trial for trial in trials if trial is not None]
+
+    def narrowest(self, trials: list[list[Trial]]) -> Scales:
+        """Returns `narrowest` of these trials; strangers with the same others share it."""
+        key = tuple(id(each) for group in trials for each in group)
+        if key not in self._cache:
+            self._cache[key] = narrowest(trials)
+        return self._cache[key]
+
+
+def limits(parts: list[Rows]) -> dict[str, tuple[float, float]]:
+    """Returns lowest and highest of each of `interval.balances` among rows."""
+    each = [interval.balances(rows.hardware) for rows in parts]
+    return {name: (min(float(np.min(b[name])) for b in each), max(float(np.max(b[name])) for b in each))
+            for name in interval.BALANCES}  # fmt: skip
+
+
+def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], count: int) -> Trial:
+    chosen = propose(rows.layouts, rows.hardware, prior.mean, np.diag(prior.spread**2), count)
+    rest, runs = rows.select(~np.isin(np.arange(len(rows)), chosen)), rows.select(np.array(chosen, dtype=int))
+    found = fitting.fit(runs, prior)
+    centre, variance = interval.spread(rest.layouts, rest.hardware, found.values, found.covariance)
+    measured = MeasuredRange.of(runs.layouts, runs.hardware) if count else None
+    untried = interval.untried(rest.layouts, rest.hardware, measured, known)
+    return Trial(
+        off=centre - np.log(rest.seconds), variance=variance, num_untried=sum(untried.values(), np.zeros(len(rest))),
+        left_out=(found.left_out_error, found.left_out_variance),
+    )  # fmt: skip
+
+
+def narrowest(trials: list[list[Trial]]) -> Scales:
+    """Returns the scales of GRID with the narrowest intervals that hold 90 % after each number of runs.
+
+    Trials come grouped by that number, and each counts the same in its group; where no scales hold so many, those that
+    fall short least.
+    """
+
+    def cost(scales: Scales) -> float:
+        total = 0.0
+        for group in trials:
+            halves = [each.half(scales) for each in group]
+            held = np.mean([np.mean(np.abs(each.off) <= half) for each, half in zip(group, halves, strict=True)])
+            total += float(np.mean([np.median(half) for half in halves]) + SHORT * max(0.0, 0.9 - held))
+        return total
+
+    return min(GRID, key=cost)
+
+
+def conformal(trial: Trial, others: list[Trial]) -> Array:
+    """Returns half of each interval by split conformal prediction with each of the others counted once.
+
+    The variance that normalises errors is the kit's own with its usual scales, without the doubt about each machine.
+    """
+    plain = Scales(doubt=1.0)
+
+    def deviation(each: Trial) -> Array:
+        return np.sqrt(each.variance + plain.misfit**2 + each.num_untried * interval.UNTRIED**2)
+
+    score = np.concatenate([np.abs(each.off) / deviation(each) for each in others])
+    weight = np.concatenate([np.full(len(each.off), 1 / len(each.off)) for each in others])
+    order = np.argsort(score)
+    share = np.cumsum(weight[order]) / weight.sum()
+    return score[order][min(np.searchsorted(share, 0.9), len(score) - 1)] * deviation(trial)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Met:
+    """How a stranger was predicted after some of its runs, by scales that never saw it."""
+
+    name: str
+    num_runs: int
+    off: Array
+    """ln(predicted / measured) of its other rows."""
+    half: Array
+    """Half the 90 % interval of each, ln."""
+    conformal: Array
+    """The same by conformal prediction."""
+
+    @property
+    def error(self) -> float:
+        """Mean absolute relative error."""
+        return float(np.abs(np.expm1(self.off)).mean())
+
+    def held(self, half: Array) -> float:
+        """Returns the share of rows within such an interval."""
+        return float(np.mean(np.abs(self.off) <= half))
+
+
+def never_met(strangers: Strangers | None = None) -> list[Met]:
+    """Returns every stranger among the published runs after 0, 1, 5 and 10 of its runs, as far as it has so many."""
+    found, met = strangers or Strangers.of(machines()), []
+    for one in found.scored:
+        others = {count: found.others(one, count) for count in COUNTS}
+        scales = found.narrowest(list(others.values()))
+        for count in COUNTS:
+            if trial := found.trial(one, count):
+                met.append(Met(name=one.name, num_runs=count, off=trial.off, half=trial.half(scales),
+                                 conformal=conformal(trial, others[count])))  # fmt: skip
+    return met
+
+
+def new_machine(everything: dict[str, Machine]) -> list[Row]:
+    """Returns error, coverage and width on strangers after 0, 1, 5 and 10 runs, and what proposed runs are worth."""
+    strangers, rows = Strangers.of(everything), []
+    every = never_met(strangers)
+    for count in COUNTS:
+        met = [each for each in every if each.num_runs == count]
+        name = f"never met, {count} runs"
+        held = float(np.mean([each.held(each.half) for each in met]))
+        instead = float(np.mean([each.held(each.conformal) for each in met]))
+        width, other = (float(np.median([np.median(half) for half in halves]))
+                        for halves in ([each.half for each in met], [each.conformal for each in met]))  # fmt: skip
+        wide = f"times or divided by {np.exp(width):.2f}"
+        inside, errors = ({each.name: each.held(each.half) for each in met}, {each.name: each.error for each in met})
+        rows += [
+            row(f"{name}: mean error", float(np.mean(list(errors.values()))), "fraction",
+                note=f"its machine and code base left out: {_list(errors)}"),
+            Row(name=f"{name}: coverage of the 90 % interval", value=held, unit="fraction", target="85 to 95 %",
+                ok=0.85 <= held <= 0.95, note=f"{wide}: {_list(inside)}"),
+            row(f"{name}: median half-width of the interval", float(np.expm1(width)), "fraction",
+                note=f"{wide}; conformal instead {np.exp(other):.2f}, {instead:.0%} held"),
+        ]  # fmt: skip
+    return [*rows, *_proposed(strangers)]
+
+
+def _list(values: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.0%}" for name, value in values.items())
+
+
+def _proposed(strangers: Strangers) -> list[Row]:
+    """Returns by how much five proposed runs leave less error than five random ones, on strangers with ten rows."""
+    ratio, wins = {}, {}
+    for one in strangers.scored:
+        if len(one.rows) < 10:
+            continue
+        prior, generator = strangers.prior(one), np.random.default_rng(0)
+        trial = strangers.trial(one, 5)
+        assert trial
+        mine = np.abs(np.expm1(trial.off)).mean()
+        drawn = [generator.choice(len(one.rows), 5, replace=False) for _ in range(DRAWS)]
+        random = np.array([_error(one.rows, prior, chosen) for chosen in drawn])
+        ratio[one.name], wins[one.name] = float(mine / random.mean()), float(np.mean(random > mine))
+    return [
+        row("five proposed runs: error over that of five random", float(np.mean(list(ratio.values()))), "fraction",
+            at_most=1.0, note=_list(ratio)),
+        row("five proposed runs: better than random draws", float(np.mean(list(wins.values()))), "fraction",
+            at_least=0.5, note=f"{DRAWS} draws each: {_list(wins)}"),
+    ]  # fmt: skip
+
+
+def _error(rows: Rows, prior: Prior, chosen: Array) -> float:
+    found = fitting.fit(rows.select(chosen), prior)
+    rest = rows.select(~np.isin(np.arange(len(rows)), chosen))
+    times = fitting.log_time(rest.layouts, rest.hardware, found.values)
+    return float(np.abs(np.expm1(times - np.log(rest.seconds))).mean())
