@@ -11,8 +11,8 @@ from tests.environments import ROOT
 pytestmark = pytest.mark.slow
 CELL = (
     f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport kit\nfrom kit.estimate import Panel\n"
-    "Panel(plan=kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,\n"
-    "                    global_batch_size=640, recompute='full', precision='bf16'))"
+    "Panel('gpt-175b', 'frontier', kit.Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1,\n"
+    "    global_batch_size=640, recompute='full', precision='bf16'))"
 )
 DARK = "async () => await window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})"
 

@@ -18,7 +18,7 @@ PLAN = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage
 
 @pytest.fixture(scope="module")
 def panel() -> Panel:
-    return Panel(plan=PLAN)
+    return Panel("gpt-175b", "frontier", PLAN)
 
 
 def test_it_says_what_the_search_says(panel: Panel) -> None:
@@ -45,7 +45,7 @@ def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(pan
 
 
 def test_the_largest_model_is_drawn_in_a_fifth_of_a_second() -> None:
-    spec, site = ModelSpec.preset("gpt-1t"), Panel(plan=PLAN).estimate().machine.site
+    spec, site = ModelSpec.preset("gpt-1t"), Panel("gpt-175b", "frontier", PLAN).estimate().machine.site
     machine = machine_of(site, published_calibration(site))
     plan = Plan(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=9600,
                 recompute="full", precision="bf16")  # fmt: skip
@@ -82,4 +82,4 @@ def test_every_pair_of_model_and_machine_is_drawn_or_refused(panel: Panel) -> No
 
 
 def test_the_still_is_one_picture() -> None:
-    assert Panel(plan=PLAN).estimate().to_png().startswith(b"\x89PNG")
+    assert Panel("gpt-175b", "frontier", PLAN).estimate().to_png().startswith(b"\x89PNG")

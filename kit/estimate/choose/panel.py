@@ -170,11 +170,11 @@ class Estimate:
 class Panel:
     """Controls for a layout with its `Estimate` below; impossible ones are answered with the reason.
 
-    The arguments are what it begins with. `plan` is the layout as it stands, None where it is impossible; the button
-    writes it as Python.
+    The arguments are what it begins with; what has no control stays as the first plan has it, but for the engine, which
+    is the machine's. `plan` is the layout as it stands, None where it is impossible; the button writes it as Python.
     """
 
-    def __init__(self, model: str = "gpt-175b", site: str = "frontier", *, devices: int = 128, plan: Plan) -> None:
+    def __init__(self, model: str, site: str, plan: Plan) -> None:
         import ipywidgets as widgets
 
         style, layout = {"description_width": "90px"}, widgets.Layout(width="235px")
@@ -188,7 +188,7 @@ class Panel:
         self.controls = {
             "model": choice("model", list(PRESETS), model),
             "site": choice("machine", [name for name in Site.names() if _is_known(name)], site),
-            "devices": number("devices", devices),
+            "devices": number("devices", plan.num_devices),
             "global_batch_size": number("global batch", plan.global_batch_size),
             "tensor_parallel": number("tensor", plan.tensor_parallel),
             "pipeline_parallel": number("pipeline", plan.pipeline_parallel),
@@ -203,7 +203,7 @@ class Panel:
             control.observe(lambda _: self.update(), "value")
         wrap = widgets.Layout(flex_flow="row wrap")
         self.box = widgets.VBox([widgets.HBox([*self.controls.values(), button], layout=wrap), self.text, self.view])
-        self.plan: Plan | None = None
+        self.first, self.plan = plan, None
         self.update()
 
     def estimate(self) -> Estimate:
@@ -221,7 +221,7 @@ class Panel:
                 f"{max(1, round(asked['devices'] / degrees)) * degrees}, or change a degree."
             )
         engine = machine.site.engine
-        plan = Plan(
+        plan = self.first.replace(
             **{name: asked[name] for name in (*FIELDS, "global_batch_size")}, data_parallel=asked["devices"] // degrees,
             sequence_parallel=asked["tensor_parallel"] > 1 and engine != "deepspeed", precision="bf16", engine=engine,
         )  # fmt: skip
