@@ -26,7 +26,7 @@ from cluster.record import Record, config_folder, field_doc, write_atomic
 from cluster.state import JobError, read_record
 
 MIRROR, SEEN = "login.json", "login_seen.json"
-INTERVAL_S, FIRST_WAIT_S = 5.0, 20.0
+INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
 MARK = b"\nKIT-ANSWER\n"
 """Before the answer: what a login shell prints by itself comes first."""
 TAIL_BYTES = 256
@@ -121,6 +121,12 @@ class Seen(Record):
 def mirror_of(run_dir: Path) -> Mirror | None:
     """Returns whose mirror a run directory is, or None for one whose run is here."""
     return read_record(Mirror, run_dir / MIRROR)
+
+
+def unheard(run_dir: Path) -> str | None:
+    """Returns how old what is known of a run elsewhere is, if polls fail to tell; None otherwise, and of one here."""
+    seen = read_record(Seen, run_dir / SEEN)
+    return seen.age if seen and seen.age_s > LATE_S else None
 
 
 def forward(run_dir: Path, request: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from cluster.job import JobStatus
+from cluster.login.mirror import unheard
 from cluster.state import JobState
 from kit.errors import kit_command
 from kit.monitor.creep import creeps
@@ -101,8 +102,8 @@ class Watchman:
             yield alert(kind, level, message)
 
     def _stall(self, columns: Columns) -> tuple[str, Level, str] | None:
-        """Judges by this host's own clock, since another host's may differ."""
-        if len(columns) != self._rows:
+        """Judges by this host's own clock, since another host's may differ, and nothing while it hears of no steps."""
+        if len(columns) != self._rows or unheard(self.run.directory):
             self._rows, self._rows_since = len(columns), time.monotonic()
         if len(columns) < 5:
             return None  # the first steps compile

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cluster.job import read_status
-from cluster.login.mirror import INTERVAL_S, SEEN, Seen, wanted
-from cluster.state import find_log, read_exit, read_record, read_state
+from cluster.login.mirror import unheard, wanted
+from cluster.state import find_log, read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
 from kit.monitor import logs
@@ -149,7 +149,7 @@ class Dashboard:
                 "straggler": str(slowest) if (slowest := self.ranks.slowest()) else None, "stages": self._stages(),
                 "ranks": self.ranks.num_ranks, "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
                 "rank_hosts": self.ranks.hosts if self.ranks.num_ranks <= 64 else {}, "split": self.ranks.split(),
-                "outlook": self.outlook.facts(), "as_of": self._as_of(), **self._last_step(),
+                "outlook": self.outlook.facts(), "as_of": unheard(run.directory), **self._last_step(),
             }  # fmt: skip
 
     def alerts(self) -> list[dict[str, Any]]:
@@ -178,11 +178,6 @@ class Dashboard:
     def _share_read(self) -> float:
         left = self.columns.unread_bytes
         return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
-
-    def _as_of(self) -> str | None:
-        """Returns how old what is known is, of a run elsewhere that has not been heard of for some polls."""
-        seen = read_record(Seen, self.run.directory / SEEN) if self.run.is_mirror else None
-        return seen.age if seen and seen.age_s > 3 * INTERVAL_S else None
 
     def _last_step(self) -> dict[str, Any]:
         if not len(self.columns):

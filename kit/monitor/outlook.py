@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cluster.state import last_attempt
 from kit.run import Run
 from kit.run.metrics import utilisation_rates
 from kit.show.theme import GREY
@@ -84,7 +85,7 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
         from kit.errors import RunError
         from kit.monitor.expected import expectation, pace
 
-        attempt = max(run.plans(), default=1)
+        attempt = max(*run.plans(), last_attempt(run.directory), 1)
         expected = expectation(run, attempt)
         band = _band(run, attempt, expected)
         try:

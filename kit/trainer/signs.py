@@ -51,6 +51,7 @@ class Signs:
         self.is_relayed = keeper_of(directory) is not None
         self.is_gathered = self.num_ranks > MANY and not self.is_relayed
         self.gathered_at = float("-inf")
+        self.last = dict[str, Any]()
         self.recent = deque[list[float | None]](maxlen=RECENT)
         self.split_at, self.parts_s, self.own_s = float("-inf"), [], None
 
@@ -66,15 +67,12 @@ class Signs:
             self.split_at = time.monotonic()
             columns = [[value for value in column if value is not None] for column in zip(*self.recent, strict=True)]
             *self.parts_s, self.own_s = (round(statistics.median(column), 6) if column else None for column in columns)
-        self.beat = self.beat.replace(
-            step=row["step"], time=time.time(), step_time_s=row["step_time_s"], work_s=work_s,
-            parts_s=tuple(self.parts_s), own_s=self.own_s,
-        )  # fmt: skip
+        self.last = {"step": row["step"], "time": time.time(), "step_time_s": row["step_time_s"], "work_s": work_s}
 
     def say(self) -> None:
         """Says that this rank answers, and what it did last; also from the thread of the watchdog."""
         if not self.is_gathered:
-            tell(self.directory, self.beat.replace(time=time.time()))
+            tell(self.directory, self._newest().replace(time=time.time()))
 
     def must_gather(self) -> bool:
         """Whether all ranks are to call `gather` now; for rank 0, which has them agree."""
@@ -83,11 +81,14 @@ class Signs:
     def gather(self) -> None:
         """Has rank 0 write what all ranks did last; all of them call it."""
         self.gathered_at = time.monotonic()
-        line = torch.frombuffer(bytearray(self.beat.line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8)
+        line = torch.frombuffer(bytearray(self._newest().line.ljust(LINE_BYTES)[:LINE_BYTES]), dtype=torch.uint8)
         lines = [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
         dist.gather(line, lines, dst=0, group=self.group)
         if lines:
             write_all_heartbeats(self.directory, (bytes(line.tolist()).rstrip() for line in lines))
+
+    def _newest(self) -> RankHeartbeat:
+        return self.beat.replace(**self.last, parts_s=tuple(self.parts_s), own_s=self.own_s)
 
     def silent_ranks(self, for_s: float) -> list[int] | None:
         """Returns the ranks that have not said for so long that they answer, or None where nobody was told."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cluster.job import read_status
+from cluster.login.mirror import SEEN, Seen
 from cluster.record import ConfigError
 from cluster.state import JobState
 from kit.monitor import alerts
@@ -92,7 +93,13 @@ def test_stall_by_our_own_clock(tmp_path: Path, monkeypatch) -> None:
     dashboard = Dashboard(run)
     assert kinds(dashboard) == []
     now = alerts.time.monotonic()
+    seen = Seen(time=alerts.time.time() - 20, status={})
+    seen.write(run.directory / SEEN)
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
+    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] == "20 s", "nobody knows: a login node was lost"
+    seen.replace(time=alerts.time.time()).write(run.directory / SEEN)
+    assert kinds(dashboard) == [] and dashboard.facts()["as_of"] is None, "steps may be on their way"
+    monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 40)
     assert kinds(dashboard) == ["stall"]
 
 

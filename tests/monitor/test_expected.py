@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 
 from cluster.heartbeats import RankHeartbeat, write_all_heartbeats
 from cluster.site import Fact, Site
+from cluster.state import JobState, update_state
 from kit.commands.app import app
 from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
 from kit.monitor.expected import LINKS_WAIT, SUSPECTS, gains, pace
-from kit.monitor.outlook import Outlook
+from kit.monitor.outlook import Outlook, compare
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -212,3 +213,12 @@ def test_no_estimate_says_why(tmp_path):
     run = recorded(tmp_path / "few", LAYOUTS["wide"], 1.0, steps=6)
     with pytest.raises(RunError, match="fewer than 10 steps"):
         pace(run)
+
+
+def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):
+    plan = LAYOUTS["one node"]
+    run = recorded(tmp_path / "run", plan, 10 * estimated(plan))
+    assert compare(run)[1].startswith("slower than expected")
+    update_state(run.directory, attempt=2, state=JobState.STARTING)  # its plan comes later
+    band, words, _ = compare(run)
+    assert words.endswith("too few steps to compare") and band and band.attempt == 2
