@@ -52,7 +52,8 @@ def write_page(name: str, executed: Path) -> None:
     for cell in document.cells:
         if cell.cell_type == "markdown":
             told = re.sub(r"\]\((\w+)\.ipynb", r"](\1.md", cell.source).replace("](../", "](../../")
-            cell.source = told.replace(INVITATION.format(name=name), MADE.format(name=name))
+            told = told.replace(INVITATION.format(name=name), MADE.format(name=name))
+            cell.source = told.replace("](gallery/", "](")
         if "outputs" in cell:  # a live view has its still beside it
             cell.outputs = [each for each in cell.outputs if LIVE not in each.get("data", {}) or SHOWN[0] in each.data]
         for number, output in enumerate(cell.get("outputs", [])):
