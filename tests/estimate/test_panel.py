@@ -13,7 +13,7 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 PLAN = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, global_batch_size=640,
-            recompute="full", precision="bf16")  # fmt: skip
+            recompute="full", precision="bf16", compile=True)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_largest_model_is_drawn_in_a_fifth_of_a_second() -> None:
     spec, site = ModelSpec.preset("gpt-1t"), Panel("gpt-175b", "frontier", PLAN).estimate().machine.site
     machine = machine_of(site, published_calibration(site))
     plan = Plan(tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=9600,
-                recompute="full", precision="bf16")  # fmt: skip
+                recompute="full", precision="bf16", compile=True)  # fmt: skip
     begin = time.process_time()
     page = Estimate.of(spec, machine, plan).to_html()
     assert time.process_time() - begin < 0.2 and page.count("<path") > 20
