@@ -1,5 +1,7 @@
 """A first site file from what a cluster says: recorded resources of other clusters, and the real Slurm here."""
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
@@ -176,6 +178,24 @@ def test_the_command_on_a_real_slurm(sandbox, tmp_path):
     assert "Other partitions: " in done.output
     again = CliRunner().invoke(app, ["site", "init", str(file)])
     assert again.exit_code and "is there already" in str(again.exception)
+
+
+def test_a_probe_by_a_real_job(sandbox, tmp_path, monkeypatch):
+    """A node asks the tools that it has: nvidia-smi is not there or fails, rocm-smi answers."""
+    if inventory.choose(inventory.nodes_of(sandbox.run(*inventory.SINFO)), None).gpus == 0:
+        pytest.skip("no device files that can pass for GPUs")
+    for name, does in (("nvidia-smi", "echo NVIDIA-SMI has failed; exit 9"), ("rocm-smi", f"cat {tmp_path}/said")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "said").write_text(RADEON)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = CliRunner().invoke(app, ["site", "init", str(tmp_path / "a.toml"), "--probe", "--account", "abc123"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    site = Site.load(str(tmp_path / "a.toml"))
+    assert site.device.name == "GPU Radeon RX 7900 XT" and site.slurm and site.slurm.account == "abc123"
+    (tmp_path / "rocm-smi").write_text("#!/bin/sh\nexit 1\n")
+    done = CliRunner().invoke(app, ["site", "init", str(tmp_path / "b.toml"), "--probe"])
+    assert done.exit_code == 0 and Site.load(str(tmp_path / "b.toml")).device.memory_bytes is None, done.output
 
 
 def test_where_there_is_no_slurm(tmp_path, monkeypatch):
