@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest-ranks pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
+.PHONY: demo test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -25,15 +25,20 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 
 # Four at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
+VIEWS := tests/browser tests/monitor tests/evaluate tests/papers
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
-	    pytest-notebooks pytest-rest pytest-ranks pytest-faults pytest-launching check
+	    pytest-notebooks pytest-ranks pytest-views pytest-rest pytest-faults pytest-launching check
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
 
 pytest-rest:
-	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py $(RANKS:%=--ignore=%)
+	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py \
+	    $(RANKS:%=--ignore=%) $(VIEWS:%=--ignore=%)
+
+pytest-views:
+	$(BIN)/python -m pytest -q --durations=25 $(VIEWS)
 
 pytest-faults:
 	$(BIN)/python -m pytest -q --durations=10 tests/cluster/test_faults.py
@@ -61,7 +66,8 @@ bench: .venv/dev-installed  ## measure side by side on this machine; refreshes t
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/
 	$(BIN)/python -m pytest -q --thorough tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \
 	    tests/cluster/test_beats.py tests/cluster/test_many_nodes.py tests/cluster/test_notebooks_at_cluster_scale.py
-	$(BIN)/python -m pytest -q --thorough -m thorough --ignore tests/cluster/test_faults.py
+	$(BIN)/python -m pytest -q --thorough -m thorough --ignore tests/cluster/test_faults.py \
+	    --ignore tests/cluster/test_notebooks_at_cluster_scale.py
 
 # Nobody needs it for the rest: NxD is not on the public index, and its torch is older than the kit's. About 6 GB.
 NXD_ENV := build/nxd

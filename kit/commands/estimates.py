@@ -40,7 +40,7 @@ def plan(
     from kit.estimate.choose.report import plan_report
 
     if (asked := name or model) is None or name and model:
-        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b ...`, or by --model.")
+        raise ConfigError("MODEL: give one, as in `kit plan gpt-175b`, or by --model.")
     if out is not None:
         _check_out(out)
     report = plan_report(

@@ -72,8 +72,10 @@ def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
     for number, line in enumerate(text.splitlines(), start=1):
         if EDIT in line:
             console.print(f"  line {number}: {line}", highlight=False)
-    show = ("--show",) if site.scheduler == "slurm" else ()
-    hint("Then a job of it:" if not show else "Then look at a job of it:", "launch", "runs/first", "--site", out, *show)
+    if site.scheduler == "slurm":
+        hint("Then look at a job of it:", "launch", "runs/first", "--site", out, "--show")
+    else:
+        hint("Then a job of it:", "launch", "runs/first", "--site", out)
 
 
 def _in_a_login_shell(words: Sequence[str]) -> str:

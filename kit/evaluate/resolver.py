@@ -130,4 +130,6 @@ def _from_hub(
 
 def _fill(mirror: Path) -> str:
     """Returns the command that fills this very mirror."""
-    return kit_command("eval", "data", *([] if mirror == default_mirror() else ["--mirror", mirror]))
+    if mirror == default_mirror():
+        return kit_command("eval", "data")
+    return kit_command("eval", "data", "--mirror", mirror)

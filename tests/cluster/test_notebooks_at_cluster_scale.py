@@ -49,13 +49,14 @@ def patient(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_trains_what_its_reader_gives_on_the_readers_cluster(run_notebook, spec) -> None:
-    check_runs("00_quickstart", [96], run_notebook, spec)
+    check_runs("00_quickstart", [72], run_notebook, spec)
 
 
 @pytest.mark.slow
 def test_launches_what_its_reader_gives_on_the_readers_cluster(patient, run_notebook, spec) -> None:
-    check_runs("03_launch_jobs", [40, 40], run_notebook, spec)
+    check_runs("03_launch_jobs", [30, 30], run_notebook, spec)
 
 
 def check_runs(name: str, steps: list[int], run_notebook, spec) -> None:
