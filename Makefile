@@ -23,12 +23,12 @@ system:  ## both from Debian's packages, where this is Debian, the user is root 
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
-# Four at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
+# Five at a time, the longest first; the faults mostly wait (for lost nodes to be noticed), so they run beside others.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
 VIEWS := tests/browser tests/monitor tests/evaluate tests/papers
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
-	    pytest-notebooks pytest-ranks pytest-views pytest-rest pytest-faults pytest-launching check
+	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j5 \
+	    pytest-notebooks pytest-ranks pytest-faults pytest-rest pytest-views pytest-launching check
 
 pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)

@@ -51,7 +51,7 @@ def patient(pytestconfig: pytest.Config) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_trains_what_its_reader_gives_on_the_readers_cluster(run_notebook, spec) -> None:
-    check_runs("00_quickstart", [72], run_notebook, spec)
+    check_runs("00_quickstart", [96], run_notebook, spec)
 
 
 @pytest.mark.slow
