@@ -35,6 +35,7 @@ from cluster.state import (
     write_end,
 )
 from cluster.status import JobStatus as JobStatus
+from cluster.status import is_alive
 from cluster.status import read_status as read_status
 from cluster.status import why_unknown
 
@@ -183,7 +184,7 @@ class Job:
             time.sleep(poll_s)
 
     def wait(self, timeout_s: float | None = None, poll_s: float = 0.2) -> JobStatus:
-        """Returns the status once the job has ended. For scripts and tests; it blocks a notebook.
+        """Returns the status once the job has ended and, here, its supervisor too. For scripts; it blocks a notebook.
 
         Raises:
             TimeoutError: the job has not ended after `timeout_s`; it goes on.
@@ -196,6 +197,8 @@ class Job:
                     f"wait longer, or end it: `{kit_command('stop', self.run_dir)}`."
                 )
             time.sleep(poll_s)
+        while is_alive(read_state(self.run_dir)):  # its last word follows exit.json; then nobody writes here any more
+            time.sleep(0.01)
         return status
 
     def stop(self) -> None:

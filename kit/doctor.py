@@ -105,7 +105,7 @@ def _rates(gpus: int) -> list[Finding]:
     try:
         seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
     except (RuntimeError, JobError) as error:
-        last = str(error).strip().splitlines()[-1]
+        last = (str(error).strip().splitlines() or ["?"])[-1]
         advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else "pip install -e . again; no run of several ranks works"
         return [Finding(subject="matrix product, all-reduce", found=f"{ranks} {what} failed: {last}", ok=False,
                         advice=advice)]  # fmt: skip

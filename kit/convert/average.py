@@ -33,7 +33,7 @@ def average_models(models: Sequence[Weights]) -> Weights:
             for model in models:
                 model.fill({name: one})
                 total += one
-            target.copy_(total / len(models))
+            target.copy_(total.div_(len(models)))
 
     return Weights(spec, fill)
 

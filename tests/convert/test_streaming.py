@@ -1,5 +1,6 @@
 """Conversions hold one weight at a time: their peak memory is a fraction of the model, whatever they read."""
 
+import ctypes
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
+from cluster.descendants import LIBC
 from cluster.site import Site
 from kit.convert import run_weights
 from kit.convert.average import average_models
@@ -34,8 +36,8 @@ SPEC = ModelSpec.llama(
     sequence_length=16,
 )  # fmt: skip
 MODEL_BYTES = 4 * SPEC.num_params
-PEAK_BYTES = 30 * 10**6
-"""Seen: 16 to 21 MB for models of 71 and of 206 MB, so it is not the model."""
+PEAK_BYTES = MODEL_BYTES / 3
+"""Seen: 9 to 16 MB, for the mean 28; 7 to 17 and 36 with a model of twice the size, so it is not the model."""
 SHARD_BYTES = 4 * 10**6
 
 
@@ -84,10 +86,20 @@ def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
     }
 
 
+def map_libraries() -> None:
+    """Maps what torch's files hold into this process: else code that runs for the first time counts as the work's."""
+    populate_read = 22  # linux/mman.h
+    for begin, end in re.findall(r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE):
+        begin, end = int(begin, 16), int(end, 16)
+        LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), populate_read)
+
+
 def peak_bytes(work: Callable[[], Any]) -> int:
     """Returns by how much the resident memory of a fork of this process rises at most, during `work`."""
 
     def measure() -> None:
+        map_libraries()
+        LIBC.malloc_trim(0)  # nor is memory that this process has freed there for the work to hide in
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
         work()
@@ -120,7 +132,7 @@ def test_a_model_is_never_whole_in_memory(source, sources, decoder, one_thread, 
     out = tmp_path / "out"
     peak = peak_bytes(lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES))
     assert len(list(out.glob("*.safetensors"))) >= 8
-    assert peak < PEAK_BYTES < MODEL_BYTES / 3, f"{peak / 1e6:.1f} MB of {MODEL_BYTES / 1e6:.1f} MB"
+    assert peak < PEAK_BYTES, f"{peak / 1e6:.1f} MB of {MODEL_BYTES / 1e6:.1f} MB"
     found = import_hugging_face(out).decoder()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
 

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,20 +24,29 @@ from tests.monitor.steps import STEPS, lines, row
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
     """Returns the rows of each wandb run, read from its offline file with wandb's own protocol."""
+    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    # wandb says that a run is finished a moment before the last block of its file is written.
+    assert eventually(
+        lambda: all(any(record.HasField("exit") for record in _wandb_records(file)) for file in files), 20
+    )
+    return {
+        file.stem: [
+            {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            for record in _wandb_records(file)
+            if record.HasField("history")
+        ]
+        for file in files
+    }
+
+
+def _wandb_records(file: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    runs = {}
-    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        rows = []
-        for data in _records(file.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "history":
-                rows.append(
-                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                )
-        runs[file.stem] = rows
-    return runs
+    records = []
+    for data in _records(file.read_bytes()):
+        records.append(wandb_internal_pb2.Record())
+        records[-1].ParseFromString(data)
+    return records
 
 
 def _records(data: bytes) -> list[bytes]:
@@ -89,8 +99,7 @@ def test_wandb_sink_started_again_sends_the_rest_as_a_second_part(run: Run, offl
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write(lines([row(41, 2), row(42, 2)]) + '{"step": 43')
     assert copy_metrics(run, "wandb", follow=False).rows == 2
-    # wandb says that a run is finished a moment before the last block of its file is written.
-    assert eventually(lambda: sorted(map(len, _wandb_history(run.directory / "wandb").values())) == [2, 20, 30], 20)
+    assert sorted(map(len, _wandb_history(run.directory / "wandb").values())) == [2, 20, 30]
 
 
 def test_wandb_gets_the_scores_of_checkpoints_once(run: Run, offline: None) -> None:
