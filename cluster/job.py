@@ -35,9 +35,8 @@ from cluster.state import (
     write_end,
 )
 from cluster.status import JobStatus as JobStatus
-from cluster.status import is_alive
+from cluster.status import is_alive, why_unknown
 from cluster.status import read_status as read_status
-from cluster.status import why_unknown
 
 CHUNK_BYTES = 2**20
 SET_BY_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT")

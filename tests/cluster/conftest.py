@@ -21,6 +21,16 @@ from tests.cluster.waiting import eventually
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """What Slurm's controller said last is part of a failure."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
+    if report.failed and cluster and (log := cluster.layout.path("log", "slurmctld.log")).exists():
+        report.sections.append(("slurmctld.log", log.read_text(errors="replace")[-8000:]))
+    return report
+
+
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory):
     """Four nodes without accounting; isolated from each other where this process may do that."""

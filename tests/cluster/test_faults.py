@@ -158,7 +158,8 @@ def lose(nodes, job: Job, node: str, how: str) -> tuple[float, Event]:
 
 def comes_back(job: Job, since: float) -> Event:
     """Returns the first step of a job whose node came back, and has it stop."""
-    resumed = event(job, "running", since)
+    # A start that Slurm loses, on a node just switched on, is missed when the node registers: a third of SlurmdTimeout.
+    resumed = event(job, "running", since, timeout_s=300)
     job.stop()
     # A node that comes back may still get orders to end older attempts, and end newer ones: a start more for each.
     assert job.wait(120).state is JobState.DONE and last_attempt(job.run_dir) in (2, 3)
