@@ -229,7 +229,7 @@ def score_task(
         num_samples=loaded.request.samples,
         temperature=loaded.request.temperature,
         top_p=loaded.request.top_p,
-        chance=_chance(loaded.leaves, documents),
+        chance=_chance(loaded.leaves, documents, chosen),
         task_version=str(found["versions"].get(name, loaded.task.VERSION)),
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
@@ -277,9 +277,12 @@ def _metrics(found: dict[str, Any], num_items: int) -> tuple[Metric, ...]:
     return tuple(metrics)
 
 
-def _chance(leaves: dict[str, Any], documents: dict[str, list[Any]]) -> float | None:
-    """Returns the expected accuracy of guessing: the mean of one over the number of choices."""
+def _chance(
+    leaves: dict[str, Any], documents: dict[str, list[Any]], chosen: dict[str, list[int]] | None
+) -> float | None:
+    """Returns the expected accuracy of guessing: the mean of one over the number of choices, of the scored items."""
     if any(task.OUTPUT_TYPE != "multiple_choice" for task in leaves.values()):
         return None
-    chances = [1 / len(task.doc_to_choice(doc)) for name, task in leaves.items() for doc in documents[name]]
+    items = documents if chosen is None else {n: [documents[n][item] for item in chosen[n]] for n in leaves}
+    chances = [1 / len(task.doc_to_choice(doc)) for name, task in leaves.items() for doc in items[name]]
     return sum(chances) / len(chances)
