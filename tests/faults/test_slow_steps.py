@@ -18,7 +18,7 @@ from tests.faults.attempts import finished
 from tests.faults.cost import DP2
 
 pytestmark = pytest.mark.timeout(300)
-EACH, STALL_S = 14, 0.15
+EACH, STALL_S = 10, 0.15
 CASES = {
     "slow data loader": "waiting for data",
     "slow optimizer": "the optimizer",
