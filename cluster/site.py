@@ -14,7 +14,7 @@ from cluster.record import ConfigError, Record, field_doc, html_table, suggestio
 from cluster.scheduler import Kubernetes, Slurm
 
 SITES = Path(__file__).parent / "sites"
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8")
 MAX_PEAK_FLOPS_PER_S = 1e17  # per device; fifty times the fastest accelerator sold, so anything above is a wrong unit
 
 
@@ -182,7 +182,7 @@ class Site(Record):
         """Returns the dense peak of one device in FLOP/s, or None when it is not known.
 
         Raises:
-            ConfigError: the dtype is none of fp32, bf16, fp16.
+            ConfigError: the dtype is none of `DTYPES`.
         """
         _check_dtype(dtype, "dtype")
         fact = self.device.peak_flops_per_s.get(dtype)
@@ -216,7 +216,7 @@ class Site(Record):
     def _repr_html_(self) -> str:
         rows: list[tuple[str, object]] = [("scheduler", self.scheduler), ("devices per node", self.devices_per_node)]
         rows += [("device", self.device.name), ("memory (bytes)", self.device.memory_bytes or "unknown")]
-        for dtype in DTYPES:
+        for dtype in [each for each in DTYPES if "8" not in each or each in self.device.peak_flops_per_s]:
             rows.append((f"peak {dtype} (FLOP/s)", self.device.peak_flops_per_s.get(dtype, "unknown")))
         for link in self.links.intra_node:
             rows.append((f"within {link.num_devices} devices (bytes/s)", link.bytes_per_s))

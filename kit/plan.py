@@ -9,9 +9,12 @@ from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
+ContextExchange = Literal["ring", "all_to_all"]
 EngineName = Literal["native", "deepspeed", "neuron"]
 
+PLANNED_ONLY = ("fp8", "mxfp8")
+"""Precisions that the kit estimates and no engine of it trains."""
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 TRN1_CORES = 32
 """NeuronCores, and so ranks of engine neuron, on a node: a trn1.32xlarge."""
@@ -36,6 +39,11 @@ class Plan(Record):
     tensor_parallel: int = field_doc("devices that share each weight matrix", default=1)
     pipeline_parallel: int = field_doc("devices that share the stack of layers", default=1)
     data_parallel: int = field_doc("replicas, each with its own part of the batch", default=1)
+    context_parallel: int = field_doc("devices that share each sequence; planned, not trained", default=1)
+    context_exchange: ContextExchange = field_doc(
+        "what these pass for attention: keys and values round a ring, or parts of the sequence for heads (Ulysses)",
+        default="ring",
+    )
     virtual_stages: int = field_doc("pipeline stages held by each pipeline device", default=1)
     zero_stage: int = field_doc("0 replicate; shard over data_parallel 1 optimizer, 2 + gradients, 3 + weights",
                                 default=0)  # fmt: skip
@@ -52,7 +60,8 @@ class Plan(Record):
     global_batch_size: int = field_doc("sequences in one optimizer step, over all replicas", default=1)
     precision: Precision = field_doc(
         "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron "
-        "with zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine deepspeed)",
+        "with zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine deepspeed); fp8, "
+        "mxfp8: of linear layers' products, planned and not trained",
         default="fp32",
     )
     compile: bool = field_doc("torch.compile each block", default=False)
@@ -74,6 +83,10 @@ class Plan(Record):
             raise ConfigError(
                 "plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off or raise the degree."
             )
+        if self.context_exchange != "ring" and self.context_parallel == 1:
+            raise ConfigError(
+                f"plan.context_exchange: {self.context_exchange!r} needs context_parallel of at least 2, got 1."
+            )
         if self.precision == "fp16" and self.engine != "deepspeed":
             self._refuse({"precision": "only DeepSpeed scales the loss, without which small gradients are lost; use "
                                        "'bf16', or engine 'deepspeed'"})  # fmt: skip
@@ -88,6 +101,7 @@ class Plan(Record):
         refused = {
             "with zero_stage 0, which shards nothing; use zero_stage 1, 2 or 3": self.zero_stage == 0,
             f"with engine {self.engine!r}, which shards over all of data_parallel; use None": self.engine != "native",
+            "with context_parallel, which nobody tried": self.context_parallel > 1,
             f"with data_parallel {self.data_parallel}, which it must divide": self.data_parallel % self.shard_size,
         }
         for reason in (reason for reason, holds in refused.items() if holds):
@@ -186,8 +200,14 @@ class Plan(Record):
 
     @property
     def num_devices(self) -> int:
-        """tensor x pipeline x data: one process each."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        """tensor x context x pipeline x data: one process each."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """What the kit plans and no engine of it trains: names of fields."""
+        found = {"context_parallel": self.context_parallel > 1, "precision": self.precision in PLANNED_ONLY}
+        return tuple(name for name, is_asked in found.items() if is_asked)
 
     @property
     def num_shards(self) -> int:
@@ -214,7 +234,20 @@ class Plan(Record):
 
         Raises:
             ConfigError: the process count is not TP x PP x DP, a shape of the model does not divide, or the engine does
-                not train such models.
+                not train such models or plans.
+        """
+        for name in self.untrained:
+            raise ConfigError(
+                f"plan.{name}: {getattr(self, name)!r} is not trained by engine {self.engine!r} or another: the kit "
+                f"plans this, it does not train it. Use {'1' if name == 'context_parallel' else 'bf16'}."
+            )
+        self.check_shapes(spec, num_processes)
+
+    def check_shapes(self, spec: ModelSpec, num_processes: int | None = None) -> None:
+        """Returns nothing if `spec` can be cut as this plan says, whether or not the kit trains such plans.
+
+        Raises:
+            ConfigError: as `check`.
         """
         if self.engine == "neuron" and (spec.family != "llama" or spec.bias or spec.tied_embeddings):
             raise ConfigError(
@@ -235,10 +268,12 @@ class Plan(Record):
                 f"Lower pipeline_parallel or virtual_stages."
             )
         stages, tensor = "the number of pipeline stages", "tensor_parallel"
+        exchanged = self.context_parallel if self.context_exchange == "all_to_all" else 1
+        heads = f"{tensor} x context_parallel" if exchanged > 1 else tensor
         for what, count, degree, name in (
             ("num_layers", spec.num_layers, self.num_stages, stages),
-            ("num_heads", spec.num_heads, self.tensor_parallel, tensor),
-            ("num_kv_heads", spec.num_kv_heads * self.kv_replication(spec), self.tensor_parallel, tensor),
+            ("num_heads", spec.num_heads, self.tensor_parallel * exchanged, heads),
+            ("num_kv_heads", spec.num_kv_heads * self.kv_replication(spec), self.tensor_parallel * exchanged, heads),
             ("ffn_hidden_size", spec.ffn_hidden_size, self.tensor_parallel, tensor),
             ("vocab_size", spec.vocab_size, self.tensor_parallel, tensor),
         ):
@@ -247,11 +282,17 @@ class Plan(Record):
                     f"spec.{what}: {count} is not divisible by {name} = {degree}. "
                     f"Allowed for this model: {', '.join(str(i) for i in range(1, 129) if count % i == 0)}."
                 )
-        if self.sequence_parallel and spec.sequence_length % self.tensor_parallel:
-            raise ConfigError(
-                f"spec.sequence_length: {spec.sequence_length} is not divisible by tensor_parallel = "
-                f"{self.tensor_parallel}, which sequence_parallel needs."
-            )
+        self._check_sequence(spec)
+
+    def _check_sequence(self, spec: ModelSpec) -> None:
+        tensor = self.tensor_parallel if self.sequence_parallel else 1
+        # Each rank has a part of the head of a sequence and one of its tail: equal work under the causal mask.
+        parts = tensor * (2 * self.context_parallel if self.context_parallel > 1 else 1)
+        if spec.sequence_length % parts:
+            needs = f"tensor_parallel = {tensor}, which sequence_parallel needs"
+            if self.context_parallel > 1:
+                needs = f"2 x context_parallel{' x tensor_parallel' if tensor > 1 else ''} = {parts}"
+            raise ConfigError(f"spec.sequence_length: {spec.sequence_length} is not divisible by {needs}.")
 
     def _check_four_neuron_ranks(self, spec: ModelSpec) -> None:
         # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each group of four over its node, side by
@@ -280,8 +321,9 @@ class Plan(Record):
             ("tensor parallel", f"{self.tensor_parallel}{' + sequence' if self.sequence_parallel else ''}"),
             ("pipeline parallel", pipeline),
             ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage}{over})"),
+            *[("context parallel", f"{self.context_parallel} ({self.context_exchange})")] * (self.context_parallel > 1),
             ("batch (sequences) = replicas x micro-batches x size", batch),
             ("recompute, precision", f"{self.recompute}, {self.precision}{', compiled' if self.compile else ''}"),
-            ("engine", self.engine),
+            ("engine", "none: planned, not trained" if self.untrained else self.engine),
         ]
         return html_table("Plan", rows)

@@ -10,7 +10,7 @@ from rich.text import Text
 from cluster.local import MAX_PROCESSES
 from cluster.record import ConfigError, counted, write_atomic
 from kit.commands.options import JsonOption, console, facts_table, tell
-from kit.plan import EngineName
+from kit.plan import EngineName, Precision
 from kit.show.terminal import PlainConsole, Table
 
 app = typer.Typer()
@@ -32,6 +32,7 @@ def plan(
     count: Annotated[int, typer.Option(help="layouts to show")] = 5,
     only: Annotated[list[str] | None, typer.Option(help="field=value,value: e.g. schedule=1f1b,interleaved")] = None,
     engine: Annotated[EngineName | None, typer.Option(help="what would run it; default: the site's")] = None,
+    precision: Annotated[Precision, typer.Option(help="of matrix products; fp8, mxfp8: planned, not trained")] = "bf16",
     choose: Annotated[int, typer.Option(help="which of the layouts to explain and keep")] = 1,
     out: Annotated[Path | None, typer.Option(help="keep it, NAME.json; `kit launch --plan` takes it")] = None,
     as_json: JsonOption = False,
@@ -45,8 +46,7 @@ def plan(
         _check_out(out)
     report = plan_report(
         asked, site=site, devices=devices, batch=batch, tokens=tokens, max_risk=max_risk, count=count,
-        choose=choose,
-        engine=engine, only=_choices(only or []),
+        choose=choose, engine=engine, precision=precision, only=_choices(only or []),
     )  # fmt: skip
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

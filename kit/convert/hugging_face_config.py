@@ -84,6 +84,8 @@ FIXED: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
 }
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
+"""How configurations of Hugging Face say that a model has experts."""
 ELSEWHERE = "Score this model with the harness's own Hugging Face model instead."
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -157,6 +159,8 @@ def load_spec(name: str) -> ModelSpec:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         table = None  # the record's own reader says what is wrong
+    if isinstance(table, dict):
+        _refuse_experts(table)
     if not isinstance(table, dict) or "model_type" not in table:
         return ModelSpec.read(file)
     try:
@@ -171,6 +175,7 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     Raises:
         ConfigError: the kit's decoder is not that model.
     """
+    _refuse_experts(config)
     kind = config.get("model_type", "")
     if kind not in FIXED:
         raise ConfigError(f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}")
@@ -181,6 +186,15 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     config = {**DEFAULTS[kind], **given}
     _refuse(config, FIXED[kind])
     return _llama(config, name) if kind == "llama" else _gpt2(config, name)
+
+
+def _refuse_experts(config: dict[str, Any]) -> None:
+    for key in EXPERTS:
+        if config.get(key):
+            raise ConfigError(
+                f"config.{key}: {config[key]!r} makes a mixture of experts, which the kit neither plans nor trains: it "
+                f"has dense models only."
+            )
 
 
 def _llama(config: dict[str, Any], name: str) -> ModelSpec:

@@ -1,13 +1,23 @@
 """Candidates: every layout that a Plan may describe for one model, device count and batch, as one Layouts."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from kit.errors import ConfigError
-from kit.estimate.theory.layouts import DEGREES, FLASH_ATTENTION, KERNELS, RECOMPUTE, SCHEDULES, SHAPES, Array, Layouts
+from kit.estimate.theory.layouts import (
+    DEGREES,
+    EXCHANGES,
+    FLASH_ATTENTION,
+    KERNELS,
+    RECOMPUTE,
+    SCHEDULES,
+    SHAPES,
+    Array,
+    Layouts,
+)  # fmt: skip
 from kit.plan import MULTI_STAGE_SCHEDULES, EngineName, Plan
 from kit.spec import ModelSpec
 
@@ -15,6 +25,7 @@ _SCHEDULE = {name: code for code, name in enumerate(SCHEDULES)}
 _FREE = {
     "tensor_parallel": "devices", "pipeline_parallel": "devices", "virtual_stages": "stages", "micro_batch_size":
     "sequences", "zero_stage": "0 to 3", "sequence_parallel": "bool", "recompute": RECOMPUTE, "schedule": SCHEDULES,
+    "context_parallel": "devices", "context_exchange": EXCHANGES,
 }  # fmt: skip
 """What a search may choose, and what `only` may restrict."""
 
@@ -32,9 +43,10 @@ def candidates(
     """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each once.
 
     ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is no pipeline, and
-    what the engine does not train. With `node_devices` ZeRO 3 may also shard inside a node alone, so that no weight
-    crosses the network; stages 1 and 2 gather weights once a step and would send more bytes so. `only` names allowed
-    values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`; kernels are those of `Layouts.of`.
+    what the engine does not train, save context parallelism, which is offered where `only` names it. With
+    `node_devices` ZeRO 3 may also shard inside a node alone, so that no weight crosses the network; stages 1 and 2
+    gather weights once a step and would send more bytes so. `only` names allowed values of a Plan's fields, e.g.
+    `{"tensor_parallel": [4, 8]}`; kernels are those of `Layouts.of`.
 
     Raises:
         ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message says which rule.
@@ -47,7 +59,7 @@ def candidates(
     modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
-    row, mode = np.nonzero(_allowed(shapes, modes, spec.sequence_length, node_devices))
+    row, mode = np.nonzero(_allowed(shapes, modes, spec, node_devices))
     if not len(row):
         raise ConfigError(_none_left(num_devices, limits))
     columns: dict[str, Array] = {name: np.array([getattr(spec, name)], dtype=_kind(spec, name)) for name in SHAPES}
@@ -85,20 +97,32 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
 def _shapes(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> dict[str, Array]:
-    """Returns all (t, p, v, r, b) whose products and divisions are whole."""
+    """Returns all (t, c, p, v, r, b) whose products and divisions are whole."""
     rows = []
-    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
-        for p in _choice(limits, "pipeline_parallel", divisors(np.gcd(num_devices // t, spec.num_layers))):
-            replicas = num_devices // (t * p)
+    for t, c in _inner_degrees(spec, num_devices, limits, engine):
+        for p in _choice(limits, "pipeline_parallel", divisors(np.gcd(num_devices // (t * c), spec.num_layers))):
+            replicas = num_devices // (t * c * p)
             if batch % replicas:
                 continue
             stages = divisors(spec.num_layers // p) if p > 1 else [1]
             sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
-            rows += [(t, p, v, replicas, b) for v in _choice(limits, "virtual_stages", stages) for b in sizes]
-    table = np.array(rows, dtype=float).reshape(-1, 5).T
-    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "micro_batch_size")
+            rows += [(t, c, p, v, replicas, b) for v in _choice(limits, "virtual_stages", stages) for b in sizes]
+    table = np.array(rows, dtype=float).reshape(-1, 6).T
+    names = (
+        "tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "data_parallel",
+        "micro_batch_size",
+    )  # fmt: skip
     shapes = dict(zip(names, table, strict=True))
     return shapes | {"num_microbatches": batch / (shapes["micro_batch_size"] * shapes["data_parallel"])}
+
+
+def _inner_degrees(
+    spec: ModelSpec, num_devices: int, limits: dict[str, tuple], engine: EngineName
+) -> Iterator[tuple[int, int]]:
+    """Yields all (t, c): context parallelism only where it is asked for."""
+    for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
+        asked = divisors(num_devices // t) if "context_parallel" in limits else [1]
+        yield from ((t, c) for c in _choice(limits, "context_parallel", asked))
 
 
 def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
@@ -121,19 +145,22 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
     stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
     zero = [float(stage) for stage in _choice(limits, "zero_stage", stages) if _takes(engine, zero_stage=stage)]
     sequence = _choice(limits, "sequence_parallel", (False, True))
+    exchanges = EXCHANGES if {"context_parallel", "context_exchange"} & limits.keys() else EXCHANGES[:1]
+    exchange = [EXCHANGES.index(name) for name in _choice(limits, "context_exchange", exchanges)]
     grid = np.meshgrid(
         np.array(schedules, np.int8), np.array(recompute, np.int8), np.array(zero), np.array(sequence, bool),
-        np.array([False, True][: 1 + hybrid]),
+        np.array([False, True][: 1 + hybrid]), np.array(exchange, np.int8),
     )  # fmt: skip
-    names = ("schedule", "recompute", "zero_stage", "sequence_parallel", "hybrid")
+    names = ("schedule", "recompute", "zero_stage", "sequence_parallel", "hybrid", "context_exchange")
     is_useful = (~grid[4] | (grid[2] == 3)).ravel()
     return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}
 
 
-def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length: int, node_devices: int) -> Array:
+def _allowed(shapes: dict[str, Array], modes: dict[str, Array], spec: ModelSpec, node_devices: int) -> Array:
     """Returns which shape goes with which mode, [shapes, modes] bool: the rules of Plan, written for arrays."""
     column = {name: values[:, None] for name, values in shapes.items()}
     t, p, v, r = (column[name] for name in ("tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel"))
+    c = column["context_parallel"]
     m, schedule, zero = column["num_microbatches"], modes["schedule"], modes["zero_stage"]
     kind = {name: schedule == code for name, code in _SCHEDULE.items()}
     many = np.isin(schedule, [_SCHEDULE[name] for name in MULTI_STAGE_SCHEDULES])
@@ -142,12 +169,19 @@ def _allowed(shapes: dict[str, Array], modes: dict[str, Array], sequence_length:
     piped &= ~kind["zbv"] | ((v == 2) & (m >= 2 * p - 1))
     piped &= ~(kind["interleaved"] | kind["zero_bubble"]) | (np.mod(m, p) == 0)
     schedule_ok = np.where(p > 1, piped, schedule == (_SCHEDULE["1f1b"] if kind["1f1b"].any() else schedule.min()))
-    sequence_ok = ~modes["sequence_parallel"] | ((t > 1) & (np.mod(sequence_length, t) == 0))
+    parts = np.where(c > 1, 2 * c, 1.0)  # head and tail, see Plan
+    sequence_ok = ~modes["sequence_parallel"] | ((t > 1) & (np.mod(spec.sequence_length, parts * t) == 0))
+    if (c > 1).any() or modes["context_exchange"].any():
+        heads = np.gcd(spec.num_heads, spec.num_kv_heads)
+        whole_heads = modes["context_exchange"] * np.mod(heads, t * c) == 0
+        sequence_ok &= np.where(
+            c > 1, (np.mod(spec.sequence_length, parts) == 0) & whole_heads, modes["context_exchange"] == 0
+        )
     if modes["hybrid"].any():
-        whole_nodes = (t < node_devices) & (t * r > node_devices)
+        whole_nodes = (t < node_devices) & (t * r > node_devices) & (c == 1)
         whole_nodes &= (np.mod(node_devices, t) == 0) & (np.mod(t * r, node_devices) == 0)
         sequence_ok &= ~modes["hybrid"] | whole_nodes
-    return schedule_ok & sequence_ok & ((r > 1) | (zero == zero.min()))
+    return schedule_ok & sequence_ok & ((c * r > 1) | (zero == zero.min()))
 
 
 def _takes(engine: EngineName, **fields: Any) -> bool:
@@ -164,13 +198,15 @@ def _trained(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     Raises:
         ConfigError: none; with the reason of the first.
     """
-    names = [name for name in (*DEGREES, "recompute", "schedule") if not name.endswith("batch_size")]
+    names = [
+        name for name in (*DEGREES, "recompute", "schedule", "context_exchange") if not name.endswith("batch_size")
+    ]
     table = np.stack([getattr(layouts, name).astype(np.int64) for name in names])
     _, first, inverse = np.unique(table, axis=1, return_index=True, return_inverse=True)
 
     def refusal(index: int) -> ConfigError | None:
         try:
-            layouts.plan(index, engine).check(spec)
+            layouts.plan(index, engine).check_shapes(spec)
         except ConfigError as error:
             return error
         return None

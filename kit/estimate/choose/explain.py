@@ -12,7 +12,9 @@ from cluster.record import html_table
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
 from kit.estimate.choose.search import Machine, Search, describe, interval, seconds
+from kit.estimate.theory.layouts import SCHEDULES
 from kit.estimate.theory.schedule import simulate_plan
+from kit.estimate.theory.step_time import exposed_trips
 from kit.plan import Plan
 
 SHORTLIST = 2000
@@ -26,7 +28,11 @@ SIMULATED_ROUNDS = 6
 CHANGES = {
     "a network between nodes half as fast": {"network_bytes_per_s": 0.5},
     "links inside a node half as fast": {"near_bytes_per_s": 0.5, "node_bytes_per_s": 0.5},
-    "matrix products a quarter slower": {"matmul_flops_per_s": 0.75, "peak_flops_per_s": 0.75},
+    "matrix products a quarter slower": {
+        "matmul_flops_per_s": 0.75,
+        "attention_flops_per_s": 0.75,
+        "peak_flops_per_s": 0.75,
+    },
     "a quarter more memory": {"memory_bytes": 1.25},
     "a quarter less memory": {"memory_bytes": 0.75},
 }
@@ -110,7 +116,11 @@ class Answer:
         site, texts = self.search.machine.site, []
         ceiling = site.device.matmul_flops_per_s.get("bf16")
         rate = self._hfu * float(self.search.machine.hardware.peak_flops_per_s)
-        if ceiling and rate > 0.9 * ceiling.value:
+        hardware = self.search.machine.hardware
+        if self.plan.untrained:
+            asked = " and ".join(f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained)
+            texts.append(f"{asked}: the kit plans this, it does not train it; `kit launch` refuses it.")
+        if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
             texts.append(
                 f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was seen above "
                 f"{ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of this machine."
@@ -216,7 +226,8 @@ def stage_times(plan: Plan, terms: Mapping[str, float], machine: Machine) -> dic
     backward = sum(share[name] for name in layers) - forward - weight
     ends = np.zeros(p * v)
     ends[-1] = terms["embedding_logits"] * p / m
-    send = terms["pipeline_send"] / (2 * m * v) / machine.coefficients.pipeline_exposed
+    trips = exposed_trips(p, v, m, SCHEDULES.index(plan.schedule), machine.coefficients.pipeline_exposed)
+    send = terms["pipeline_send"] / (2 * v * float(trips))
     return {"forward_s": forward + ends / 3, "backward_input_s": backward + ends / 3,
             "backward_weight_s": weight + ends / 3, "send_s": send if p > 1 else 0.0}  # fmt: skip
 

@@ -10,7 +10,7 @@ from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search, seconds
 from kit.estimate.fit.calibrate import published_calibration
-from kit.plan import EngineName
+from kit.plan import EngineName, Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,7 @@ class PlanReport:
             "num_devices": found.num_devices,
             "global_batch_size": found.global_batch_size,
             "engine": found.engine,
+            "precision": found.precision,
             "max_risk": found.max_risk,
             "calibration_runs": found.machine.calibration.num_runs,
             "layouts": len(found.layouts),
@@ -67,6 +68,7 @@ def plan_report(
     count: int = 5,
     choose: int = 1,
     engine: EngineName | None = None,
+    precision: Precision = "bf16",
     only: Mapping[str, Iterable[Any]] | None = None,
 ) -> PlanReport:
     """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell about it.
@@ -83,7 +85,10 @@ def plan_report(
         raise ConfigError(f"tokens: {tokens:.4g} is less than one step, which takes {one}. Give more, e.g. 1.8e12.")
     place = Site.load(site)
     calibration = published_calibration(place)
-    found = search(spec, place, devices, batch, max_risk=max_risk, engine=engine, calibration=calibration, only=only)
+    found = search(
+        spec, place, devices, batch, max_risk=max_risk, engine=engine, precision=precision, calibration=calibration,
+        only=only,
+    )  # fmt: skip
     shown = answers(found, count, tokens=tokens)
     if not 1 <= choose <= len(shown):
         raise ConfigError(f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to {len(shown)}.")

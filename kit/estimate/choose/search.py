@@ -21,7 +21,7 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import step_time
-from kit.plan import EngineName, Plan
+from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
@@ -85,6 +85,7 @@ class Search:
     global_batch_size: int
     max_risk: float
     engine: EngineName
+    precision: Precision
     layouts: Layouts
     step_time_s: Array
     used_bytes: Array
@@ -123,9 +124,10 @@ class Search:
         return rows[np.concatenate(([True], change))][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan for the engine, on GPUs with their defaults."""
+        """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the precision asked for."""
         plan = self.layouts.plan(index, self.engine)
-        return plan.replace(**plan.gpu_defaults) if self.machine.site.device.is_gpu else plan
+        defaults = plan.gpu_defaults if self.machine.site.device.is_gpu else {}
+        return plan.replace(**{**defaults, "precision": self.precision})
 
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
@@ -133,7 +135,7 @@ class Search:
         return float(self.machine.reserve.out_of_memory_probability(self.used_bytes[index].astype(float), capacity))
 
     def mfu(self, index: int) -> float:
-        """Returns the modelled MFU of one layout, 0 to 1."""
+        """Returns the modelled MFU of one layout, of the peak in bf16: narrower products may pass 1."""
         tokens = self.global_batch_size * self.spec.sequence_length
         peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
@@ -162,10 +164,11 @@ class Search:
     @property
     def title(self) -> str:
         """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
+        precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
-            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name} with engine {self.engine}, "
-            f"{self.global_batch_size} sequences: {len(self.order):,} of {len(self.layouts):,} layouts within risk "
-            f"{self.max_risk:.0%}; {self.machine.calibration.label}"
+            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name} with engine {self.engine}"
+            f"{precision}, {self.global_batch_size} sequences: {len(self.order):,} of {len(self.layouts):,} layouts "
+            f"within risk {self.max_risk:.0%}; {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -181,6 +184,7 @@ def search(
     *,
     max_risk: float = 0.05,
     engine: EngineName | None = None,
+    precision: Precision = "bf16",
     calibration: Calibration | None = None,
     kernels: Kernels | None = None,
     only: Mapping[str, Iterable[Any]] | None = None,
@@ -194,11 +198,13 @@ def search(
         global_batch_size: sequences in one optimizer step.
         max_risk: highest accepted probability of running out of memory, between 0 and 1.
         engine: what would run them; default: the site's.
+        precision: of matrix products: bf16, or fp8 and mxfp8, which the kit plans and does not train.
         calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the average of published
             machines.
         kernels: what the code base keeps for the backward pass; default: the engine's.
-        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`.
-        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, as in `Layouts.of`.
+        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context parallelism, which the
+            kit does not train, is offered where it is named: `{"context_parallel": [1, 2, 4]}`.
+        layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `overlap` and others, as in `Layouts.of`.
 
     Raises:
         ConfigError: the site lacks a number, no layout fits devices and batch, or none fits in memory.
@@ -207,16 +213,16 @@ def search(
         raise ConfigError(
             f"search.max_risk: {max_risk!r} is not allowed. Give a probability between 0 and 1, e.g. 0.05."
         )
-    machine = machine_of(site, calibration, engine=engine, kernels=kernels)
+    machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
     engine = engine or site.engine
     layouts = candidates(
         spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
-        **layout_kernels,
+        narrow=precision != "bf16", **layout_kernels,
     )  # fmt: skip
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(
         spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,
-        engine=engine, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
+        engine=engine, precision=precision, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
     )  # fmt: skip
     if not found.feasible.any():
         least = int(used_bytes.argmin())
@@ -235,13 +241,19 @@ def machine_of(
     *,
     engine: EngineName | None = None,
     kernels: Kernels | None = None,
+    precision: Precision = "bf16",
 ) -> Machine:
     """Returns what layouts are evaluated on; the arguments are as in `search`.
 
     Raises:
         ConfigError: the site lacks a number.
     """
-    hardware = Hardware.of(site, "bf16")
+    if precision not in ("bf16", *PLANNED_ONLY) or not site.device.peak_flops_per_s.get(precision, precision == "bf16"):
+        raise ConfigError(
+            f"search.precision: {precision!r} is not known of {site.device.name}: site {site.name} has no "
+            f"device.peak_flops_per_s.{precision}. Use 'bf16', or add it to the site file."
+        )
+    hardware = Hardware.of(site, precision)
     calibration = calibration or calibrate([], site, hardware=hardware)
     kernels = kernels or engine_kernels(engine or site.engine, site.device)
     return Machine(site=site, hardware=hardware, calibration=calibration, kernels=kernels, reserve=RESERVE)
@@ -255,10 +267,12 @@ def describe(row: Mapping[str, Any]) -> str:
     sequence = "+SP" if row["sequence_parallel"] else ""
     virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
     pipeline = f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}" if row["pipeline_parallel"] > 1 else "PP1"
+    context = f" CP{row['context_parallel']}" if row["context_parallel"] > 1 else ""
+    context += " all-to-all" if row["context_exchange"] == "all_to_all" else ""
     over = f"/{row['shard_size']}" if row["shard_size"] else ""
     return (
-        f"TP{row['tensor_parallel']}{sequence} {pipeline} DP{row['data_parallel']} ZeRO{row['zero_stage']}{over} "
-        f"micro {row['micro_batch_size']} recompute {row['recompute']}"
+        f"TP{row['tensor_parallel']}{sequence}{context} {pipeline} DP{row['data_parallel']} "
+        f"ZeRO{row['zero_stage']}{over} micro {row['micro_batch_size']} recompute {row['recompute']}"
     )
 
 

@@ -94,7 +94,7 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     """Returns where a layout has what at most one code base of the fit has: its effect and the code base's are one."""
     x = layouts
     found = {
-        "number format below bf16": np.asarray(hardware.matmul_flops_per_s) > 1.01 * hardware.attention_flops_per_s,
+        "number format below bf16": hardware.is_narrow,
         "ZeRO 3 (FSDP2)": x.zero_stage >= 3,
         "compiled blocks": x.compiled,
         "context parallelism": x.context_parallel > 1,

@@ -86,12 +86,17 @@ class PublishedRun:
         return _site(self.source, self.system, self.device)
 
 
+CODES = ("recompute", "schedule", "context_exchange")
+UNSAID = {"shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False}
+"""What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is made: no `narrow`."""
+
+
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs as Layouts, one element per run."""
     columns: dict[str, np.ndarray] = {}
     for field in dataclasses.fields(Layouts):
         values = [_layout_value(run, field.name) for run in runs]
-        kind = bool if isinstance(values[0], bool) else np.int8 if field.name in ("recompute", "schedule") else float
+        kind = bool if isinstance(values[0], bool) else np.int8 if field.name in CODES else float
         columns[field.name] = np.array(values, dtype=kind)
     return Layouts(**columns)
 
@@ -104,8 +109,8 @@ def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
 def _layout_value(run: PublishedRun, name: str) -> float | bool:
     if name == "recompute":
         return RECOMPUTE.index(run.recompute)
-    if name in ("shard_size", "compiled"):
-        return 0.0 if name == "shard_size" else False  # none of them says so
+    if name in UNSAID:
+        return UNSAID[name]
     if name == "schedule":
         return SCHEDULES.index("interleaved" if run.virtual_stages > 1 else "1f1b")
     return getattr(run, name) if hasattr(run, name) else getattr(run.spec, name)

@@ -23,7 +23,7 @@ import numpy as np
 
 from cluster.record import Record, field_doc
 from cluster.site import Device
-from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
+from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
 from kit.plan import EngineName, logits_at_once
 
 _NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
@@ -111,6 +111,8 @@ def layer_activations(layouts: Layouts, kernels: Kernels) -> LayerActivations:
     shared_input = np.where(fused, 2.0, 0.0).astype(h.dtype) * (h / q)  # the first norm's is the input of the layer
     norms = np.where(fused, 4.0, 2 * kernels.norm_bytes).astype(h.dtype) * residual
     heads = (4 * h + 4 * key) / t
+    if np.any(layouts.context_exchange):  # the result lies there as parts of heads and as parts of the sequence
+        heads = heads + np.where(layouts.context_exchange == EXCHANGES.index("all_to_all"), 2 * h / t, 0.0)
     hidden = (4 + gated * (2.0 if kernels.fused_gate else 4.0)) * (f / t)
     flash = layouts.flash_attention > 0
     score_bytes = np.where(layouts.fused_softmax, 2.0, kernels.score_bytes).astype(h.dtype)

@@ -23,6 +23,8 @@ class Links:
     tensor_rate: Array
     tensor_latency_s: Array
     context_rate: Array
+    context_latency_s: Array
+    """Of one hop of a ring, or one exchange of all with all."""
     data_rate: Array
     data_latency_s: Array
     shard_rate: Array
@@ -76,6 +78,7 @@ class Links:
             tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
             + 2 * c.network_latency_s * np.log2(t / ranks_inside),
             context_rate=np.where(model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)),
+            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s),
             data_rate=data_rate,
             data_latency_s=data_latency_s,
             shard_rate=shard_rate,

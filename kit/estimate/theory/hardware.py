@@ -14,7 +14,7 @@ FULL_DEVICES = 8
 TYPICAL_CEILING = 0.85
 """Of the peak, by the best matrix product, where a site gives no measured ceiling (A100 0.90, H100 0.82)."""
 NARROW = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 4.0}
-"""How much faster than bf16 the matrix unit is at its peak; attention and everything else stay in bf16."""
+"""How much faster than bf16 the matrix unit is at its peak, where a site does not say; attention stays in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class Hardware:
         assert peak and site.device.memory_bytes and site.device.memory_bytes_per_s
         matmul = site.device.matmul_flops_per_s.get(dtype if dtype not in NARROW else "bf16")
         ceiling = matmul.value if matmul else peak * TYPICAL_CEILING
+        narrow = site.device.peak_flops_per_s.get(dtype) if dtype in NARROW else None
+        faster = narrow.value / peak if narrow else NARROW.get(dtype, 1.0)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
         near = tiers[0].bytes_per_s.value if tiers else memory_rate  # shared memory where no link is given
@@ -72,7 +74,7 @@ class Hardware:
         return cls(
             peak_flops_per_s=peak,
             attention_flops_per_s=ceiling,
-            matmul_flops_per_s=ceiling * NARROW.get(dtype, 1.0),
+            matmul_flops_per_s=ceiling * faster,
             memory_bytes=site.device.memory_bytes.value,
             memory_bytes_per_s=memory_rate,
             near_devices=float(tiers[0].num_devices if tiers else site.devices_per_node),
@@ -83,6 +85,11 @@ class Hardware:
             network_bytes_per_s=_network_per_domain(site, network.value if network else near),
             price_per_device_hour=price.value / site.devices_per_node if price else float("nan"),
         )
+
+    @property
+    def is_narrow(self) -> np.ndarray:
+        """Where linear layers multiply in a format below bf16, bool."""
+        return np.asarray(self.matmul_flops_per_s) > 1.01 * np.asarray(self.attention_flops_per_s)
 
     @classmethod
     def like(cls, peak_flops_per_s: float) -> Self:

@@ -11,10 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from kit.plan import EngineName, Plan
+from kit.plan import PLANNED_ONLY, EngineName, Plan
 from kit.spec import ModelSpec
 
 RECOMPUTE = ("none", "selective", "full")
+EXCHANGES = ("ring", "all_to_all")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 Array = np.ndarray
 
@@ -39,6 +40,8 @@ class Layouts:
     pipeline_parallel: Array
     virtual_stages: Array
     context_parallel: Array
+    context_exchange: Array
+    """Index into EXCHANGES."""
     data_parallel: Array
     zero_stage: Array
     shard_size: Array
@@ -60,6 +63,8 @@ class Layouts:
     """Collectives of gradients, weights and tensor parallelism run beside computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
+    narrow: Array
+    """Linear layers multiply in a format below bf16: their operands are cast, and logits stay in bf16."""
     compiled: Array
     """Blocks are compiled: no term of the time knows it, but its interval does."""
 
@@ -76,9 +81,11 @@ class Layouts:
         columns |= {name: _column([getattr(plan, name) for plan in plans]) for name in DEGREES}
         columns["recompute"] = np.array([RECOMPUTE.index(plan.recompute) for plan in plans], dtype=np.int8)
         columns["schedule"] = np.array([SCHEDULES.index(plan.schedule) for plan in plans], dtype=np.int8)
+        columns["context_exchange"] = np.array([EXCHANGES.index(plan.context_exchange) for plan in plans], np.int8)
         columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
         own = {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]}
-        kernels = KERNELS | own | {"compiled": [plan.compile for plan in plans]} | kernels
+        own |= {"compiled": [p.compile for p in plans], "narrow": [p.precision in PLANNED_ONLY for p in plans]}
+        kernels = KERNELS | own | kernels
         return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
 
     @property
@@ -122,6 +129,7 @@ class Layouts:
             degrees[name] = bool(value) if name == "sequence_parallel" else int(value)
         recompute = RECOMPUTE[np.broadcast_to(self.recompute, self.shape).flat[index]]
         schedule = SCHEDULES[np.broadcast_to(self.schedule, self.shape).flat[index]]
+        degrees["context_exchange"] = EXCHANGES[np.broadcast_to(self.context_exchange, self.shape).flat[index]]
         degrees["shard_size"] = int(np.broadcast_to(self.shard_size, self.shape).flat[index]) or None
         return Plan(**degrees, recompute=recompute, schedule=schedule, precision="bf16", engine=engine)
 
@@ -131,8 +139,8 @@ SHAPES = (
     "gated", "tied_embeddings",
 )  # fmt: skip
 DEGREES = (
-    "tensor_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage", "sequence_parallel",
-    "micro_batch_size", "global_batch_size",
+    "tensor_parallel", "context_parallel", "pipeline_parallel", "virtual_stages", "data_parallel", "zero_stage",
+    "sequence_parallel", "micro_batch_size", "global_batch_size",
 )  # fmt: skip
 FLASH_ATTENTION: dict[EngineName, int] = {"native": 2, "deepspeed": 2, "neuron": 0}
 """Which generation of fused attention an engine runs: NxD writes scores out, as HLAT did."""
@@ -142,8 +150,8 @@ KERNELS: dict[str, Any] = {
     "fused_softmax": True,
     "overlap": False,
     "gradient_bytes": 4.0,
-    "context_parallel": 1.0,
     "compiled": False,
+    "narrow": False,
 }
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.estimate.theory.activations import KIT, Kernels, in_flight, layer_activations
-from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
+from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Array, Layouts
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 
 STATE = ("weights", "gradients", "optimizer")
@@ -209,7 +209,10 @@ class _Stages:
         """Returns bytes of what is on its way to the next stage, per token, and of the buffers to send and receive."""
         x, h, t = self.layouts, self.layouts.hidden_size, self.layouts.tensor_parallel
         buffers = np.where(self.piped, 8 * h / self.layer.sequence, 0.0) * self.tokens
-        buffers += (x.context_parallel > 1) * (8 * h / t) * self.tokens
+        # Round a ring: keys and values that compute and those that arrive; all to all: query, key, value, result.
+        kv = h * (x.num_kv_heads / x.num_heads)
+        context = np.where(x.context_exchange == EXCHANGES.index("ring"), 8 * kv, 4 * (h + kv)) / t
+        buffers += (x.context_parallel > 1) * context * self.tokens
         return np.where(self.piped, 2 * h / t, 0.0), buffers  # cut over tensor ranks, as Megatron and DeepSpeed send
 
     def _logits(self) -> tuple[Array, Array]:

@@ -6,12 +6,13 @@ slowest stage for every micro-batch, the bubble, gradient reduction and the opti
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed
-from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
+from kit.estimate.theory.hardware import Coefficients, Hardware, Number
+from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
 
 KERNELS = 30.0
 """Launched by one layer's forward pass; fused attention saves six."""
@@ -110,7 +111,9 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     layer = _layer(x, hardware, c, links)
     p, v, m = x.pipeline_parallel, x.virtual_stages, x.num_microbatches
     logits, embedding = _ends(x, hardware, c, links)
-    send = np.where(p > 1, c.pipeline_exposed * 2 * v * _send(x, links), 0.0)
+    sent = np.where(p > 1, 2 * v * _send(x, links), 0.0)
+    few = m < p  # no micro-batch is left whose work could hide a send: `exposed_trips`
+    send = np.where(few, 0.0, c.pipeline_exposed * sent) if np.any(few) else c.pipeline_exposed * sent
     each = send + c.microbatch_s
     most = np.ceil(x.num_layers / (p * v)) * v
     lighter = p * most > x.num_layers  # uneven stages: the last has a layer less, as frameworks place the logits
@@ -120,28 +123,33 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     slowest = np.maximum(slowest, mean)
     jitter = 1 + STAGE_JITTER * np.log2(p)
     slowest, bubble = jitter * slowest, jitter * (p * mean - slowest) * _bubble_share(x, v)
+    filling = 0.0
+    if np.any(few):  # the first micro-batch passes all p v stages, and devices wait for it in each round but the last
+        filling = np.where(few, exposed_trips(p, v, m, x.schedule, c.pipeline_exposed) * sent, 0.0)
+        bubble = bubble + np.where(few, (v - 1) / v * (p - m) * (mean - each), 0.0)
     reduction, gather = _data_parallel(x, hardware, c, links, most, m)
     # Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward pass; plain data
     # parallelism of Megatron-LM waits for its end. With overlap weights are gathered beside the first forward pass too.
     beside = np.where(x.overlap, middle, np.where((p > 1) | (x.zero_stage < 1), 0.0, BACKWARD * middle))
     data = exposed(reduction, beside) + m * exposed(gather, middle)
     optimizer = _optimizer(x, hardware, c, most)
-    total = c.factor * (m * slowest + bubble + data + optimizer + c.step_s)
+    total = c.factor * (m * slowest + bubble + filling + data + optimizer + c.step_s)
     parts = {
-        "embedding_logits": m * (embedding + logits) / p, "pipeline_send": m * send, "imbalance": m * (slowest - mean),
+        "embedding_logits": m * (embedding + logits) / p, "pipeline_send": m * send + filling,
+        "imbalance": m * (slowest - mean),
         "bubble": bubble, "data_parallel": data, "optimizer": optimizer, "overhead": m * c.microbatch_s + c.step_s,
     }  # fmt: skip
     return StepTime(total_s=total, layouts=x, hardware=hardware, factor=c.factor, layer=layer, parts_s=parts)
 
 
-def _gemm(tokens: Array, inner: Array, outer: Array, count: float, hardware: Hardware, c: Coefficients) -> Array:
+def _gemm(tokens: Array, inner: Array, outer: Array, count: float, rate: Number, c: Coefficients) -> Array:
     """Returns seconds of `count` products that read tokens x inner and write tokens x (outer / count) each.
 
     Each side of a product is rounded up by `gemm_edge`, which is where small and thin ones lose their efficiency.
     """
     edge = c.gemm_edge
     flops = 2 * (tokens + edge) * (inner + edge) * (outer + count * edge)
-    return flops / (hardware.matmul_flops_per_s * c.gemm_efficiency)
+    return flops / (rate * c.gemm_efficiency)
 
 
 def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Layer:
@@ -151,29 +159,51 @@ def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Lay
     kv = h * x.num_kv_heads / x.num_heads
     params = layer_params(x) / t
     moved = tokens * (4 * h + (2 * h + 2 * kv + (2.0 + x.gated) * f) / t) + params
-    gemm = np.hypot(_gemm(tokens, h, params / h, 4.0, hardware, c), 2 * moved / memory_rate)  # a rounded roofline
+    rate = hardware.matmul_flops_per_s
+    gemm = np.hypot(_gemm(tokens, h, params / h, 4.0, rate, c), 2 * moved / memory_rate)  # a rounded roofline
     attention, flash = _attention(x, tokens, hardware, c, memory_rate)
     sharded = np.where(x.sequence_parallel, t, 1.0)
     traffic = tokens * (22 * h / sharded + (8 * h + (4.0 + 2.0 * x.gated) * f) / t)
     elementwise = traffic / memory_rate * np.where(x.fused_norm, 1.0, c.unfused_traffic)
+    casts, casts_backward = _casts(x, tokens, kv, params, memory_rate)
     sums = 2 * all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
     sums_backward = sums * np.where(x.sequence_parallel, 1.25, 1.0)  # Megatron gathers an input once more
     if np.any(x.overlap):
         sums = np.where(x.overlap, exposed(sums, gemm), sums)
         sums_backward = np.where(x.overlap, exposed(sums_backward, 2 * gemm), sums_backward)
-    context = _context_parallel(x, tokens, kv, attention, links)
-    forward = gemm + attention + elementwise + sums + context
-    backward = 2 * (gemm + context) + np.where(flash, 2.5, 2.0) * attention + 1.6 * elementwise + sums_backward
+    context, context_backward = _context_parallel(x, tokens, kv, attention, links)
+    forward = gemm + attention + elementwise + casts + sums + context
+    backward = 2 * gemm + np.where(flash, 2.5, 2.0) * attention + 1.6 * elementwise + casts_backward
+    backward = backward + sums_backward + context_backward
     launches = (KERNELS - 6.0 * flash) * c.launch_s + np.where(t > 1, 2 * c.collective_launch_s, 0.0)
     forward_s = np.maximum(forward, launches)
     backward_s = np.maximum(backward, c.backward_launches * launches)
     again = np.where(x.recompute == SELECTIVE, np.where(flash, elementwise, attention), 0.0)
     again = np.where(x.recompute == FULL, forward_s, again)
     return Layer(
-        gemm=3 * gemm, attention=np.where(flash, 3.5, 3.0) * attention, elementwise=2.6 * elementwise,
-        tensor_parallel=sums + sums_backward, context_parallel=3 * context,
+        gemm=3 * gemm, attention=np.where(flash, 3.5, 3.0) * attention,
+        elementwise=2.6 * elementwise + casts + casts_backward, tensor_parallel=sums + sums_backward,
+        context_parallel=context + context_backward,
         host_launch=forward_s - forward + backward_s - backward, recompute=again, total=forward_s + backward_s + again,
     )  # fmt: skip
+
+
+def _casts(x: Layouts, tokens: Array, kv: Array, params: Array, memory_rate: Any) -> tuple:
+    """Returns (seconds of a forward pass, of a backward pass) in which operands of linear layers become narrower.
+
+    Weights and inputs going forward, gradients of outputs going back (torchao's `Float8Linear`). A number takes 2 bytes
+    to read and 2 to write, as it is and transposed, since the products of the backward pass read along the other side
+    (`cast_transpose` of Transformer Engine). Fused norms and activations write both in place of one in bf16; what
+    attention gives and takes, and gradients of the residual stream, are cast by themselves.
+    """
+    if not np.any(x.narrow):
+        return 0.0, 0.0
+    h, t, f = x.hidden_size, x.tensor_parallel, x.ffn_hidden_size
+    unfused = np.where(x.fused_norm, 0.0, 1.0)
+    inputs = h / t + unfused * (2 * h + f / t)
+    outputs = 2 * h + (h + 2 * kv) / t + unfused * (1.0 + x.gated) * f / t
+    cast = np.where(x.narrow, 4.0, 0.0) / memory_rate
+    return cast * (tokens * inputs + params), cast * tokens * outputs
 
 
 def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, memory_rate: Array | float) -> tuple:
@@ -188,11 +218,24 @@ def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, m
     return np.where(flash, fused, written), flash
 
 
-def _context_parallel(x: Layouts, tokens: Array, kv: Array, attention: Array, links: Links) -> Array:
-    """Returns seconds in which key/value blocks go round and attention does not hide it."""
+def _context_parallel(x: Layouts, tokens: Array, kv: Array, attention: Array, links: Links) -> tuple:
+    """Returns (seconds of a forward pass, of a backward pass) in which parts of a sequence wait for each other.
+
+    Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them their gradients in the
+    backward pass. All to all (DeepSpeed-Ulysses, arXiv 2309.14509): query, key, value and result change from parts of
+    the sequence to parts of the heads and back, and nothing hides it. Both take each rank's work as equal: each has a
+    part of the head of the sequence and one of its tail (as torch's and Megatron-LM's context parallelism), since in
+    plain order the last of c ranks has 2 - 1/c times the mean under a causal mask.
+    """
     ranks = x.context_parallel
-    blocks = (ranks - 1) * 4 * tokens * kv / x.tensor_parallel / links.context_rate
-    return np.where(ranks > 1, exposed(blocks, attention), 0.0)
+    if not np.any(ranks > 1):
+        return 0.0, 0.0
+    width = 2 * tokens / x.tensor_parallel / links.context_rate
+    ring = exposed((ranks - 1) * (2 * kv * width + links.context_latency_s), attention)
+    swap = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * kv) * width + 2 * links.context_latency_s
+    is_ring = x.context_exchange == EXCHANGES.index("ring")
+    return (np.where(ranks > 1, np.where(is_ring, ring, swap), 0.0),
+            np.where(ranks > 1, np.where(is_ring, 2 * ring, swap), 0.0))  # fmt: skip
 
 
 def _ends(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> tuple[Array, Array]:
@@ -200,7 +243,9 @@ def _ends(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> tupl
     h, t = x.hidden_size, x.tensor_parallel
     tokens, vocab = x.micro_batch_size * x.sequence_length / x.context_parallel, x.vocab_size / x.tensor_parallel
     memory_rate = hardware.memory_bytes_per_s * c.memory_efficiency
-    product = _gemm(tokens, h, vocab, 1.0, hardware, c) + 2 * (tokens * (h + vocab) + h * vocab) / memory_rate
+    rate = hardware.matmul_flops_per_s
+    rate = np.where(x.narrow, hardware.attention_flops_per_s, rate) if np.any(x.narrow) else rate
+    product = _gemm(tokens, h, vocab, 1.0, rate, c) + 2 * (tokens * (h + vocab) + h * vocab) / memory_rate
     loss = 14 * tokens * vocab / memory_rate
     gather = all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
     return 3 * product + 1.5 * loss, 12 * tokens * h / memory_rate + gather
@@ -212,6 +257,16 @@ def _send(x: Layouts, links: Links) -> Array:
     size = 2 * x.micro_batch_size * x.sequence_length / x.context_parallel * x.hidden_size
     gather = np.where(x.sequence_parallel, 0.0, (t - 1) / t * size / links.tensor_rate)
     return size / t / links.pipeline_rate + links.pipeline_latency_s + gather
+
+
+def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> Any:
+    """Returns how often a step waits for all sends of one micro-batch, there and back.
+
+    With fewer micro-batches than stages: p - 1/v times, and under 1F1B for each but two more, as the simulation of
+    these orders (schedule.py) has it exactly; else `exposed_part` (fitted) of each.
+    """
+    alternating = np.where(schedule == SCHEDULES.index("1f1b"), np.maximum(m - 2, 0), 0.0)
+    return np.where(m < p, p - 1 / v + alternating, m * exposed_part)
 
 
 def _bubble_share(x: Layouts, v: Array) -> Array:

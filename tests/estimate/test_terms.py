@@ -1,0 +1,185 @@
+"""Terms of a step that few plans use: each moves the time or the memory by the amount that its formula says."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from cluster.site import Site
+from kit.errors import ConfigError
+from kit.estimate.choose.candidates import candidates
+from kit.estimate.choose.explain import answers
+from kit.estimate.choose.report import plan_report
+from kit.estimate.choose.search import describe, search
+from kit.estimate.theory.communication import Links, exposed
+from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Layouts
+from kit.estimate.theory.memory import memory_by_stage
+from kit.estimate.theory.orders import Order
+from kit.estimate.theory.schedule import simulate
+from kit.estimate.theory.step_time import exposed_trips, layer_params, step_time
+from kit.plan import Plan
+from kit.spec import ModelSpec
+
+H100 = Site.load("dgx-h100")
+C = Coefficients()
+LLAMA = ModelSpec.llama(
+    name="llama-8b", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14_336,
+    vocab_size=128_256, sequence_length=32_768,
+)  # fmt: skip
+SMALL = LLAMA.replace(
+    name="small", num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, ffn_hidden_size=768, vocab_size=4096,
+    sequence_length=128,
+)  # fmt: skip
+
+
+def plan(**changes):
+    return Plan(**{"tensor_parallel": 2, "precision": "bf16", "zero_stage": 1, "global_batch_size": 32, **changes})
+
+
+def timed(*plans, **kernels):
+    layouts = Layouts.of(LLAMA, plans, **kernels)
+    hardware = Hardware.of(H100, plans[0].precision)
+    return step_time(layouts, hardware, C), Links.of(layouts, hardware, C), layouts
+
+
+def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_key_heads():
+    time, links, x = timed(plan(), plan(context_parallel=2), plan(context_parallel=4))
+    tokens = LLAMA.sequence_length / x.context_parallel
+    kv = LLAMA.hidden_size * 8 / 32
+    blocks = (x.context_parallel - 1) * (4 * tokens * kv / 2 / links.context_rate + links.context_latency_s)
+    attention = time.layer.attention / 3.5
+    assert time.layer.context_parallel == pytest.approx(3 * exposed(blocks, attention))
+    assert time.terms_s["context_parallel"][0] == 0 < time.terms_s["context_parallel"][1]
+    assert attention == pytest.approx(attention[0] / x.context_parallel), "each rank has an equal part of a causal mask"
+    assert (np.diff(time.total_s) < 0).all(), "ranks more"
+
+
+def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
+    time, links, x = timed(*(plan(context_parallel=c, context_exchange="all_to_all") for c in (2, 4)))
+    tokens, c = LLAMA.sequence_length / x.context_parallel, x.context_parallel
+    sent = (c - 1) / c * 2 * tokens * (2 * LLAMA.hidden_size + 2 * LLAMA.hidden_size * 8 / 32) / 2
+    once = sent / links.context_rate + 2 * links.context_latency_s
+    assert time.layer.context_parallel == pytest.approx(2 * once)
+    ring, _, _ = timed(plan(context_parallel=2))
+    assert time.terms_s["gemm"][0] == pytest.approx(ring.terms_s["gemm"][0])
+
+
+def test_context_parallelism_divides_activations_and_logits_and_shards_states_over_its_ranks():
+    one, two, ulysses = (
+        memory_by_stage(Layouts.of(LLAMA, [plan(**changes)]))
+        for changes in ({}, {"context_parallel": 2}, {"context_parallel": 2, "context_exchange": "all_to_all"})
+    )
+    assert two.activations == pytest.approx(one.activations / 2)
+    assert two.embedding_logits == pytest.approx(one.embedding_logits / 2)
+    assert two.bytes_per_param["optimizer"] == pytest.approx(one.bytes_per_param["optimizer"] / 2)
+    tokens, h, kv = LLAMA.sequence_length / 2, LLAMA.hidden_size, LLAMA.hidden_size / 4
+    assert two.buffers - one.buffers == pytest.approx(8 * kv / 2 * tokens)
+    assert ulysses.buffers - one.buffers == pytest.approx(4 * (h + kv) / 2 * tokens)
+    assert ulysses.activations - two.activations == pytest.approx(32 * 2 * h / 2 * tokens), (
+        "the result lies there twice"
+    )
+
+
+def test_candidates_with_context_parallelism_are_exactly_the_plans_whose_shapes_divide():
+    asked = {"context_parallel": [1, 2, 4], "recompute": "none", "schedule": "1f1b", "micro_batch_size": 1}
+    expected = set()
+    choices = itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 4), EXCHANGES, range(4), (False, True))
+    for t, c, p, exchange, zero, sequence in choices:
+        r = 8 // (t * c * p)
+        if t * c * p * r != 8 or (c * r == 1 and zero):
+            continue
+        try:
+            made = Plan(
+                tensor_parallel=t, context_parallel=c, pipeline_parallel=p, data_parallel=r, context_exchange=exchange,
+                zero_stage=zero, sequence_parallel=sequence, global_batch_size=8, precision="bf16",
+            )  # fmt: skip
+            made.check_shapes(SMALL, 8)
+        except ConfigError:
+            continue
+        expected.add(made)
+    found = candidates(SMALL, 8, 8, only=asked)
+    assert {found.plan(i) for i in range(len(found))} == expected and len(found) == len(expected) > 50
+    assert (candidates(SMALL, 8, 8).context_parallel == 1).all(), "only where it is asked for"
+    with pytest.raises(ConfigError, match="no layout of 8 devices is left by context_exchange"):
+        candidates(SMALL, 8, 8, only={"context_exchange": "all_to_all"})
+
+
+def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it():
+    found = search(LLAMA, H100, 16, 16, only={"context_parallel": [4]})
+    answer = answers(found, 1)[0]
+    assert answer.plan.num_devices == 16 and " CP4" in describe(answer.row)
+    assert any("context_parallel 4: the kit plans this, it does not train it" in text for text in answer.warnings)
+    assert "context parallelism" in found.prediction(answer.index).untried
+    assert answer.simulated_s == pytest.approx(answer.row["step_time_s"], rel=0.15)
+    with pytest.raises(ConfigError, match="context_parallel: 4 is not trained .* plans this, it does not train it"):
+        answer.plan.check(LLAMA, 16)
+
+
+def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memory_traffic():
+    (wide, _, x), (narrow, _, _) = timed(plan()), timed(plan(precision="fp8"))
+    rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
+    tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
+    numbers = tokens * (h / 2 + 2 * h + (h + h / 2) / 2) + layer_params(x) / 2
+    assert narrow.layer.elementwise - wide.layer.elementwise == pytest.approx(4 * numbers / rate)
+    assert 1.8 < float((wide.layer.gemm / narrow.layer.gemm)[0]) < 2
+    assert narrow.layer.attention == wide.layer.attention
+    assert narrow.terms_s["embedding_logits"] == pytest.approx(wide.terms_s["embedding_logits"]), "logits stay in bf16"
+    unfused, plain = timed(plan(precision="fp8"), fused_norm=False)[0], timed(plan(), fused_norm=False)[0]
+    more = tokens * (2 * h + f / 2 + 2 * f / 2)
+    assert unfused.layer.elementwise - plain.layer.elementwise == pytest.approx(4 * (numbers + more) / rate)
+    faster = H100.device.peak_flops_per_s["fp8"].replace(value=3 * 989.4e12)
+    site = H100.replace(device=H100.device.replace(peak_flops_per_s=H100.device.peak_flops_per_s | {"fp8": faster}))
+    assert Hardware.of(site, "fp8").matmul_flops_per_s == pytest.approx(3 * Hardware.of(site).matmul_flops_per_s)
+
+
+def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
+    report = plan_report("llama3-8b", site="dgx-h100", devices=16, batch=64, precision="fp8")
+    chosen = report.chosen
+    assert (
+        chosen.plan.precision == "fp8" and report.to_dict()["precision"] == "fp8" and " in fp8" in report.search.title
+    )
+    assert any("precision fp8: the kit plans this" in text for text in chosen.warnings)
+    assert "number format below bf16" in report.search.prediction(chosen.index).untried
+    with pytest.raises(ConfigError, match="precision: 'fp8' is not trained"):
+        chosen.plan.check(report.search.spec)
+    with pytest.raises(ConfigError, match="'fp8' is not known of NVIDIA A100"):
+        search(LLAMA, Site.load("selene"), 16, 16, precision="fp8")
+
+
+@pytest.mark.parametrize("schedule, v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)])
+@pytest.mark.parametrize("m", [1, 2, 3, 7])
+def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(schedule, v, m):
+    p, sent = 8, 0.25
+    order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
+    third = 1 / v
+    simulated = simulate(
+        order, forward_s=third, backward_input_s=third, backward_weight_s=third, send_s=sent
+    ).makespan_s  # fmt: skip
+    trips = exposed_trips(p, v, m, SCHEDULES.index(schedule), 0.7)
+    bubble = 3 * (p - 1) / v + (v - 1) / v * (p - m) * 3
+    assert simulated == pytest.approx(3 * m + bubble + 2 * v * sent * float(trips))
+    assert exposed_trips(p, v, 8, SCHEDULES.index(schedule), 0.7) == pytest.approx(8 * 0.7), "else as it is fitted"
+
+
+def test_a_pipeline_with_few_micro_batches_waits_for_every_send_of_the_first():
+    x = Layouts.of(LLAMA, [plan(pipeline_parallel=8, global_batch_size=batch) for batch in (2, 8)])
+    hardware = Hardware.of(H100)
+    slow, fast = (
+        step_time(x, dataclasses.replace(hardware, network_bytes_per_s=400e9 * factor), C).terms_s
+        for factor in (0.5, 1.0)
+    )
+    few, many = slow["pipeline_send"] - fast["pipeline_send"]
+    assert few / many == pytest.approx(7 / (8 * C.pipeline_exposed)), "p - 1 waits, not m times a part"
+    assert slow["bubble"][0] == pytest.approx(fast["bubble"][0])
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path, key):
+    config = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    for file, table in (("config.json", config), ("spec.json", LLAMA.to_dict())):
+        (tmp_path / file).write_text(json.dumps({**table, key: 8}))
+        with pytest.raises(ConfigError, match=f"{key}: 8 .* mixture of experts.* dense models only"):
+            plan_report(str(tmp_path / file), site="dgx-h100", devices=8, batch=8)
