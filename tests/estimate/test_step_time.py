@@ -117,7 +117,7 @@ def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
     assert links.shard_rate.tolist() == [links.data_rate[0], SELENE.node_bytes_per_s, links.data_rate[0]]
     assert links.copy_rate[1] == pytest.approx(SELENE.network_bytes_per_s / 8), "eight devices share the node's ports"
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
-    assert inside < 0.7 * flat and whole == flat
+    assert inside < 0.9 * flat and whole == flat
 
     # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed across groups.
     once = {**base, "zero_stage": 1, "global_batch_size": 64}

@@ -9,17 +9,18 @@ import pytest
 
 from cluster.site import Site
 from kit.errors import ConfigError
-from kit.estimate.choose.candidates import candidates
+from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, search
-from kit.estimate.theory.communication import Links, exposed
+from kit.estimate.theory.communication import Links, all_gather, exposed
 from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layer import layer_params, product_time
 from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Layouts
 from kit.estimate.theory.memory import memory_by_stage
 from kit.estimate.theory.orders import Order
 from kit.estimate.theory.schedule import simulate
-from kit.estimate.theory.step_time import exposed_trips, layer_params, step_time
+from kit.estimate.theory.step_time import exposed_trips, step_time
 from kit.plan import Plan
 from kit.spec import ModelSpec
 
@@ -183,3 +184,64 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path, key):
         (tmp_path / file).write_text(json.dumps({**table, key: 8}))
         with pytest.raises(ConfigError, match=f"{key}: 8 .* mixture of experts.* dense models only"):
             plan_report(str(tmp_path / file), site="dgx-h100", devices=8, batch=8)
+
+
+def test_sharded_weights_of_fsdp2_expose_the_first_gather_the_last_scatter_and_what_layers_do_not_hide():
+    plans = [plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m) for m in (1, 4)]
+    time, links, x = timed(*plans)
+    params = 32 * layer_params(x) + LLAMA.vocab_size * LLAMA.hidden_size
+    gather = all_gather(2 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
+    scatter = all_gather(4 * params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
+    work = 32 * time.layer.total + C.microbatch_s
+    seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
+    assert time.terms_s["data_parallel"] / C.factor == pytest.approx(x.num_microbatches * seen + scatter / 32)
+    other = timed(*plans, native=False)[0].terms_s["data_parallel"]
+    assert (other != time.terms_s["data_parallel"]).all(), "published rows keep the form that they were fitted with"
+
+
+def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_ones_less():
+    rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
+    (eager, _, _), (fused, _, _), (compiled, _, _) = (
+        timed(plan(sequence_parallel=True, compile=is_compiled), native=native)
+        for native, is_compiled in ((True, False), (False, False), (True, True))
+    )
+    tokens, h, kv, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.hidden_size / 4, LLAMA.ffn_hidden_size
+    more = tokens * (48 * (h + kv) + 4 * f) / 2 / rate
+    assert eager.layer.elementwise - fused.layer.elementwise == pytest.approx(2.6 * more)
+    assert fused.layer.elementwise - compiled.layer.elementwise == pytest.approx(2.6 * tokens * 4 * h / 2 / rate)
+    gpt = Layouts.of(ModelSpec.preset("gpt-22b"), [plan()])
+    plain = dataclasses.replace(gpt, native=np.array(False))
+    times = [step_time(each, Hardware.of(H100), C).total_s for each in (gpt, plain)]
+    assert times[0] == times[1], "learned positions and no gate: the same kernels"
+
+
+def test_a_search_in_single_precision_stays_in_it():
+    found = search(LLAMA, H100, 16, 16, only={"zero_stage": [1, 3]})
+    narrow = found.machine.step_time(single_precision(found.layouts))
+    assert narrow.total_s.dtype == np.float32
+    assert narrow.total_s == pytest.approx(found.machine.step_time(found.layouts).total_s, rel=1e-5)
+
+
+def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut_in_parts():
+    spec, t = ModelSpec.preset("llama3-8b"), 8
+    layouts = {
+        (sp, on): Layouts.of(spec, [plan(tensor_parallel=t, sequence_parallel=sp)], overlap=on)
+        for sp in (False, True) for on in (False, True)
+    }  # fmt: skip
+    hardware = Hardware.of(H100)
+    times = {key: step_time(x, hardware, C) for key, x in layouts.items()}
+    assert times[False, True].layer == times[False, False].layer, "sums without sequence parallelism cannot be cut"
+    plain, cut = times[True, False].layer, times[True, True].layer
+    moved = np.sqrt((plain.gemm / 3) ** 2 - _products(layouts[True, False], hardware, 1) ** 2)
+    gemm = np.hypot(_products(layouts[True, True], hardware, t), moved)
+    assert cut.gemm == pytest.approx(3 * gemm) and cut.gemm > 1.01 * plain.gemm
+    forward, beside = plain.tensor_parallel / 2.25, (t - 1) / t * gemm
+    seen = exposed(forward, beside) + exposed(1.25 * forward, 2 * beside)
+    assert cut.tensor_parallel == pytest.approx(seen) and seen < 0.6 * plain.tensor_parallel
+    assert times[True, True].total_s < times[True, False].total_s
+
+
+def _products(x, hardware, parts):
+    tokens, h = x.micro_batch_size * x.sequence_length / parts, x.hidden_size
+    width = layer_params(x) / x.tensor_parallel / h
+    return parts * product_time(tokens, h, width, 4.0, hardware.matmul_flops_per_s, C)

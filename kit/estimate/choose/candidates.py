@@ -79,7 +79,9 @@ def candidates(
 def single_precision(layouts: Layouts) -> Layouts:
     """Returns the same layouts in float32: half the memory traffic, seven digits."""
     columns = {field.name: getattr(layouts, field.name) for field in dataclasses.fields(layouts)}
-    return Layouts(**{n: c.astype(np.float32) if c.dtype == np.float64 else c for n, c in columns.items()})
+    return Layouts(
+        **{n: c.astype(np.float32) if c.dtype == np.float64 or n == "gated" else c for n, c in columns.items()}
+    )
 
 
 def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:

@@ -17,7 +17,7 @@ from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.fit.calibrate import Calibration, Prediction, calibrate
 from kit.estimate.theory.activations import Kernels, engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layouts import Array, Layouts
+from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 from kit.estimate.theory.memory import Memory, memory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import step_time
@@ -143,7 +143,6 @@ class Search:
     def prediction(self, index: int) -> Prediction:
         """Returns the step time of one layout, as the engine runs it, with interval and warnings."""
         layout = self.layouts.select(np.array([index]))
-        layout = dataclasses.replace(layout, compiled=np.array([self.plan(index).compile]))
         return self.machine.calibration.predict(layout, self.machine.hardware)
 
     def row(self, index: int) -> dict[str, Any]:
@@ -217,8 +216,11 @@ def search(
     engine = engine or site.engine
     layouts = candidates(
         spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
-        narrow=precision != "bf16", **layout_kernels,
+        narrow=precision != "bf16", native=engine == "native" and site.device.is_gpu, **layout_kernels,
     )  # fmt: skip
+    if site.device.is_gpu and engine == "native":  # as `Plan.gpu_defaults` has it
+        cut = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")])
+        layouts = dataclasses.replace(layouts, compiled=~(cut & (layouts.pipeline_parallel > 1)))
     time_s, used_bytes = machine.evaluate(layouts)
     found = Search(
         spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,

@@ -12,8 +12,8 @@ import numpy as np
 
 from kit.estimate.fit.fitting import HIGH, LOW, Fit, Rows, sensitivity
 from kit.estimate.theory.hardware import Hardware
+from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.step_time import layer_params
 
 NORMAL = 1.6449
 """Quantile of a normal distribution: 5 % lie above."""

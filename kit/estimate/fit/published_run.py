@@ -87,7 +87,7 @@ class PublishedRun:
 
 
 CODES = ("recompute", "schedule", "context_exchange")
-UNSAID = {"shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False}
+UNSAID = {"shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False, "native": False}
 """What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is made: no `narrow`."""
 
 

@@ -44,8 +44,9 @@ class Links:
         replicas = cp * layouts.data_parallel
         devices = model * layouts.data_parallel * layouts.pipeline_parallel
         near = t <= hardware.near_devices
-        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
+        inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(t.dtype)
         full = np.where(near, np.minimum(hardware.near_devices, hardware.full_devices), hardware.full_devices)
+        full = full.astype(t.dtype)
         # On a mesh a group only has the links between its own devices; on a switch it should have all, but rarely has.
         node_rate, model_rate, pair_rate = (
             inside * c.node_efficiency * np.minimum(1.0, group / full) ** c.node_sharing for group in (t, model, 2.0)
@@ -59,13 +60,14 @@ class Links:
         share = hardware.network_bytes_per_s / ranks_inside * contention
         one_node = devices <= node
         data_rate = np.where(crosses, np.minimum(inside, share), inside) * c.data_efficiency
-        hop = np.where(crosses, c.network_latency_s, 0.0)
+        hop = np.where(crosses, c.network_latency_s, 0.0).astype(t.dtype)
         data_latency_s = 2 * (c.node_latency_s + hop * np.log2(2 * nodes))
         shard_rate, shard_latency_s, copy_rate = data_rate, data_latency_s, data_rate
         if np.any(layouts.shard_size):
             is_hybrid, group = layouts.shard_size > 0, t * layouts.num_shards
             near = group <= hardware.near_devices
-            shard_inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s) * c.data_efficiency
+            shard_inside = np.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s).astype(t.dtype)
+            shard_inside = shard_inside * c.data_efficiency
             alone = is_hybrid & (group <= node)  # else it crosses nodes like any data-parallel group
             # The ring inside a node is part of the ring over all replicas, so it is no slower.
             shard_rate = np.where(alone, np.maximum(shard_inside, data_rate), data_rate)
@@ -78,14 +80,14 @@ class Links:
             tensor_latency_s=2 * c.node_latency_s * (ranks_inside - 1)
             + 2 * c.network_latency_s * np.log2(t / ranks_inside),
             context_rate=np.where(model <= node, model_rate, np.minimum(model_rate, network / ranks_inside)),
-            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s),
+            context_latency_s=np.where(model <= node, c.node_latency_s, c.network_latency_s).astype(t.dtype),
             data_rate=data_rate,
             data_latency_s=data_latency_s,
             shard_rate=shard_rate,
             shard_latency_s=shard_latency_s,
             copy_rate=copy_rate,
             pipeline_rate=np.where(one_node, pair_rate, network / node),
-            pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s),
+            pipeline_latency_s=np.where(one_node, c.node_latency_s, c.network_latency_s).astype(t.dtype),
             network_rate=network / node,
         )
 

@@ -66,7 +66,9 @@ class Layouts:
     narrow: Array
     """Linear layers multiply in a format below bf16: their operands are cast, and logits stay in bf16."""
     compiled: Array
-    """Blocks are compiled: no term of the time knows it, but its interval does."""
+    """Blocks are compiled, so that element-wise work runs in fewer kernels."""
+    native: Array
+    """The kit's decoder in torch itself on a GPU (not fp32): an operation a kernel unless `compiled`; ZeRO is FSDP2."""
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
@@ -85,6 +87,7 @@ class Layouts:
         columns["shard_size"] = np.array([plan.shard_size or 0 for plan in plans], dtype=float)
         own = {"flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans]}
         own |= {"compiled": [p.compile for p in plans], "narrow": [p.precision in PLANNED_ONLY for p in plans]}
+        own["native"] = [p.engine == "native" and p.precision != "fp32" for p in plans]
         kernels = KERNELS | own | kernels
         return cls(**columns, **{name: np.asarray(value) for name, value in kernels.items()})
 
@@ -111,6 +114,10 @@ class Layouts:
 
     def __len__(self) -> int:
         return int(np.prod(self.shape))
+
+    def where(self, condition: Array, yes: Any, no: Any) -> Array:
+        """Returns np.where in the precision of the layouts, which two plain numbers would raise to float64."""
+        return np.where(condition, yes, no).astype(self.hidden_size.dtype)
 
     def select(self, rows: Array | slice) -> Self:
         """Returns some of the layouts, by index, mask or slice; columns of size 1 stay as they are."""
@@ -152,6 +159,7 @@ KERNELS: dict[str, Any] = {
     "gradient_bytes": 4.0,
     "compiled": False,
     "narrow": False,
+    "native": False,
 }
 
 

@@ -11,21 +11,16 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed
-from kit.estimate.theory.hardware import Coefficients, Hardware, Number
-from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
+from kit.estimate.theory.hardware import Coefficients, Hardware
+from kit.estimate.theory.layer import Layer, layer_params, layer_time, product_time
+from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
 
-KERNELS = 30.0
-"""Launched by one layer's forward pass; fused attention saves six."""
-DROPOUT = 0.6
-"""Traffic of a written-out score without dropout, which gated (Llama) models do not have, over that with it."""
-FIRST_GENERATION = 0.6
-"""Speed of fused attention's first generation over its second (FlashAttention-2, arXiv 2307.08691, section 4.1)."""
 BACKWARD = 2 / 3
 """Of a layer's time, by its backward pass."""
 STAGE_JITTER = 0.005
 """How much longer a pipeline takes per doubling of its stages, since each waits for whichever is late."""
 ZERO_BUBBLE, ZBV = SCHEDULES.index("zero_bubble"), SCHEDULES.index("zbv")
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+FULL = RECOMPUTE.index("full")
 LAYER_TERMS = (
     "gemm", "attention", "elementwise", "host_launch", "tensor_parallel", "context_parallel", "recompute",
 )  # fmt: skip
@@ -43,7 +38,7 @@ class StepTime:
     hardware: Hardware
     factor: Array | float
     """Of all terms: the coefficient of that name."""
-    layer: "Layer"
+    layer: Layer
     parts_s: dict[str, Array]
     """Terms of a step that are not of its layers, without the factor."""
 
@@ -77,27 +72,6 @@ class StepTime:
         return self.days(tokens) * 24 * self.layouts.num_devices * self.hardware.price_per_device_hour
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Seconds of one layer and micro-batch on one device."""
-
-    gemm: Array
-    attention: Array
-    elementwise: Array
-    tensor_parallel: Array
-    """Forward and backward, not what recomputation repeats."""
-    context_parallel: Array
-    host_launch: Array
-    recompute: Array
-    total: Array
-
-
-def layer_params(x: Layouts) -> Array:
-    """Returns the weights of one layer that multiply activations."""
-    h, kv = x.hidden_size, x.hidden_size * x.num_kv_heads / x.num_heads
-    return 2 * h * (h + kv) + (2.0 + x.gated) * h * x.ffn_hidden_size
-
-
 def model_flops_per_token(x: Layouts) -> Array:
     """Returns `FlopBasis.MODEL` (spec.py) for each layout."""
     h = x.hidden_size
@@ -108,7 +82,7 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     """Returns the time of one optimizer step of each layout, on hardware of one machine or one element per layout."""
     x, c = layouts, coefficients
     links = Links.of(x, hardware, c)
-    layer = _layer(x, hardware, c, links)
+    layer = layer_time(x, hardware, c, links)
     p, v, m = x.pipeline_parallel, x.virtual_stages, x.num_microbatches
     logits, embedding = _ends(x, hardware, c, links)
     sent = np.where(p > 1, 2 * v * _send(x, links), 0.0)
@@ -127,11 +101,7 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     if np.any(few):  # the first micro-batch passes all p v stages, and devices wait for it in each round but the last
         filling = np.where(few, exposed_trips(p, v, m, x.schedule, c.pipeline_exposed) * sent, 0.0)
         bubble = bubble + np.where(few, (v - 1) / v * (p - m) * (mean - each), 0.0)
-    reduction, gather = _data_parallel(x, hardware, c, links, most, m)
-    # Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward pass; plain data
-    # parallelism of Megatron-LM waits for its end. With overlap weights are gathered beside the first forward pass too.
-    beside = np.where(x.overlap, middle, np.where((p > 1) | (x.zero_stage < 1), 0.0, BACKWARD * middle))
-    data = exposed(reduction, beside) + m * exposed(gather, middle)
+    data = _data_parallel(x, links, most, middle)
     optimizer = _optimizer(x, hardware, c, most)
     total = c.factor * (m * slowest + bubble + filling + data + optimizer + c.step_s)
     parts = {
@@ -142,102 +112,6 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
     return StepTime(total_s=total, layouts=x, hardware=hardware, factor=c.factor, layer=layer, parts_s=parts)
 
 
-def _gemm(tokens: Array, inner: Array, outer: Array, count: float, rate: Number, c: Coefficients) -> Array:
-    """Returns seconds of `count` products that read tokens x inner and write tokens x (outer / count) each.
-
-    Each side of a product is rounded up by `gemm_edge`, which is where small and thin ones lose their efficiency.
-    """
-    edge = c.gemm_edge
-    flops = 2 * (tokens + edge) * (inner + edge) * (outer + count * edge)
-    return flops / (rate * c.gemm_efficiency)
-
-
-def _layer(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> Layer:
-    h, t, f, s = x.hidden_size, x.tensor_parallel, x.ffn_hidden_size, x.sequence_length
-    tokens = x.micro_batch_size * s / x.context_parallel
-    memory_rate = hardware.memory_bytes_per_s * c.memory_efficiency
-    kv = h * x.num_kv_heads / x.num_heads
-    params = layer_params(x) / t
-    moved = tokens * (4 * h + (2 * h + 2 * kv + (2.0 + x.gated) * f) / t) + params
-    rate = hardware.matmul_flops_per_s
-    gemm = np.hypot(_gemm(tokens, h, params / h, 4.0, rate, c), 2 * moved / memory_rate)  # a rounded roofline
-    attention, flash = _attention(x, tokens, hardware, c, memory_rate)
-    sharded = np.where(x.sequence_parallel, t, 1.0)
-    traffic = tokens * (22 * h / sharded + (8 * h + (4.0 + 2.0 * x.gated) * f) / t)
-    elementwise = traffic / memory_rate * np.where(x.fused_norm, 1.0, c.unfused_traffic)
-    casts, casts_backward = _casts(x, tokens, kv, params, memory_rate)
-    sums = 2 * all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
-    sums_backward = sums * np.where(x.sequence_parallel, 1.25, 1.0)  # Megatron gathers an input once more
-    if np.any(x.overlap):
-        sums = np.where(x.overlap, exposed(sums, gemm), sums)
-        sums_backward = np.where(x.overlap, exposed(sums_backward, 2 * gemm), sums_backward)
-    context, context_backward = _context_parallel(x, tokens, kv, attention, links)
-    forward = gemm + attention + elementwise + casts + sums + context
-    backward = 2 * gemm + np.where(flash, 2.5, 2.0) * attention + 1.6 * elementwise + casts_backward
-    backward = backward + sums_backward + context_backward
-    launches = (KERNELS - 6.0 * flash) * c.launch_s + np.where(t > 1, 2 * c.collective_launch_s, 0.0)
-    forward_s = np.maximum(forward, launches)
-    backward_s = np.maximum(backward, c.backward_launches * launches)
-    again = np.where(x.recompute == SELECTIVE, np.where(flash, elementwise, attention), 0.0)
-    again = np.where(x.recompute == FULL, forward_s, again)
-    return Layer(
-        gemm=3 * gemm, attention=np.where(flash, 3.5, 3.0) * attention,
-        elementwise=2.6 * elementwise + casts + casts_backward, tensor_parallel=sums + sums_backward,
-        context_parallel=context + context_backward,
-        host_launch=forward_s - forward + backward_s - backward, recompute=again, total=forward_s + backward_s + again,
-    )  # fmt: skip
-
-
-def _casts(x: Layouts, tokens: Array, kv: Array, params: Array, memory_rate: Any) -> tuple:
-    """Returns (seconds of a forward pass, of a backward pass) in which operands of linear layers become narrower.
-
-    Weights and inputs going forward, gradients of outputs going back (torchao's `Float8Linear`). A number takes 2 bytes
-    to read and 2 to write, as it is and transposed, since the products of the backward pass read along the other side
-    (`cast_transpose` of Transformer Engine). Fused norms and activations write both in place of one in bf16; what
-    attention gives and takes, and gradients of the residual stream, are cast by themselves.
-    """
-    if not np.any(x.narrow):
-        return 0.0, 0.0
-    h, t, f = x.hidden_size, x.tensor_parallel, x.ffn_hidden_size
-    unfused = np.where(x.fused_norm, 0.0, 1.0)
-    inputs = h / t + unfused * (2 * h + f / t)
-    outputs = 2 * h + (h + 2 * kv) / t + unfused * (1.0 + x.gated) * f / t
-    cast = np.where(x.narrow, 4.0, 0.0) / memory_rate
-    return cast * (tokens * inputs + params), cast * tokens * outputs
-
-
-def _attention(x: Layouts, tokens: Array, hardware: Hardware, c: Coefficients, memory_rate: Array | float) -> tuple:
-    """Returns (seconds of a forward pass between projections, where attention is fused)."""
-    h, t, s = x.hidden_size, x.tensor_parallel, x.sequence_length
-    flash = x.flash_attention > 0
-    products = 4 * tokens * s * h / t / hardware.attention_flops_per_s
-    speed = c.flash_efficiency * np.where(x.flash_attention == 1, FIRST_GENERATION, 1.0)
-    fused = 0.5 * products / speed + 8 * tokens * h / t / memory_rate  # half: the causal mask is skipped
-    per_score = c.score_bytes * np.where(x.gated, DROPOUT, 1.0) * np.where(x.fused_softmax, 1.0, c.unfused_traffic)
-    written = products / c.attention_efficiency + per_score * tokens * s * x.num_heads / t / memory_rate
-    return np.where(flash, fused, written), flash
-
-
-def _context_parallel(x: Layouts, tokens: Array, kv: Array, attention: Array, links: Links) -> tuple:
-    """Returns (seconds of a forward pass, of a backward pass) in which parts of a sequence wait for each other.
-
-    Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them their gradients in the
-    backward pass. All to all (DeepSpeed-Ulysses, arXiv 2309.14509): query, key, value and result change from parts of
-    the sequence to parts of the heads and back, and nothing hides it. Both take each rank's work as equal: each has a
-    part of the head of the sequence and one of its tail (as torch's and Megatron-LM's context parallelism), since in
-    plain order the last of c ranks has 2 - 1/c times the mean under a causal mask.
-    """
-    ranks = x.context_parallel
-    if not np.any(ranks > 1):
-        return 0.0, 0.0
-    width = 2 * tokens / x.tensor_parallel / links.context_rate
-    ring = exposed((ranks - 1) * (2 * kv * width + links.context_latency_s), attention)
-    swap = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * kv) * width + 2 * links.context_latency_s
-    is_ring = x.context_exchange == EXCHANGES.index("ring")
-    return (np.where(ranks > 1, np.where(is_ring, ring, swap), 0.0),
-            np.where(ranks > 1, np.where(is_ring, 2 * ring, swap), 0.0))  # fmt: skip
-
-
 def _ends(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> tuple[Array, Array]:
     """Returns (logits with loss, embedding): seconds per micro-batch, forward and backward."""
     h, t = x.hidden_size, x.tensor_parallel
@@ -245,7 +119,7 @@ def _ends(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) -> tupl
     memory_rate = hardware.memory_bytes_per_s * c.memory_efficiency
     rate = hardware.matmul_flops_per_s
     rate = np.where(x.narrow, hardware.attention_flops_per_s, rate) if np.any(x.narrow) else rate
-    product = _gemm(tokens, h, vocab, 1.0, rate, c) + 2 * (tokens * (h + vocab) + h * vocab) / memory_rate
+    product = product_time(tokens, h, vocab, 1.0, rate, c) + 2 * (tokens * (h + vocab) + h * vocab) / memory_rate
     loss = 14 * tokens * vocab / memory_rate
     gather = all_reduce(2 * tokens * h, t, links.tensor_rate, links.tensor_latency_s)
     return 3 * product + 1.5 * loss, 12 * tokens * h / memory_rate + gather
@@ -271,25 +145,58 @@ def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> A
 
 def _bubble_share(x: Layouts, v: Array) -> Array:
     """Returns the bubble over that of 1F1B: 1/v interleaved, a third of it where weight gradients fill in (ZB-H1)."""
-    zero = np.where(x.schedule == ZBV, 0.1, np.where(x.schedule == ZERO_BUBBLE, 1 / 3, 1.0))
+    zero = x.where(x.schedule == ZBV, 0.1, np.where(x.schedule == ZERO_BUBBLE, 1 / 3, 1.0))
     return zero / v
 
 
-def _data_parallel(x: Layouts, hardware: Hardware, c: Coefficients, links: Links, most: Array, m: Array) -> tuple:
-    """Returns (seconds per step of gradient reduction, seconds per micro-batch of ZeRO 3's gathering)."""
-    t, ranks = x.tensor_parallel, x.num_shards
+def _data_parallel(x: Layouts, links: Links, most: Array, middle: Array) -> Array:
+    """Returns seconds per step of reducing gradients and gathering weights that no micro-batch (`middle`) hides."""
+    t, p, m, ranks, is_third = (
+        x.tensor_parallel,
+        x.pipeline_parallel,
+        x.num_microbatches,
+        x.num_shards,
+        x.zero_stage >= 3,
+    )
     params = (most * layer_params(x) + x.vocab_size * x.hidden_size) / t
     # ZeRO scatters gradients and gathers bf16 weights; without it both halves of the all-reduce move gradients.
     size = np.where(x.zero_stage >= 1, (x.gradient_bytes + 2.0) / 2, x.gradient_bytes) * params
     reduction = all_reduce(size, ranks, links.shard_rate, links.shard_latency_s)
-    gather = 2 * all_gather(2.0 * params, ranks, links.shard_rate, links.shard_latency_s * most)
-    gather = np.where(x.zero_stage >= 3, gather + np.where(m > 1, reduction, 0.0), 0.0)
+    gather = all_gather(2.0 * params, ranks, links.shard_rate, links.shard_latency_s * most)
+    once = np.where(
+        (p > 1) & x.tied_embeddings, x.vocab_size * x.hidden_size / t * x.gradient_bytes / links.network_rate, 0.0
+    )
     if np.any(x.shard_size):  # once a step, a shard's gradients are summed over its copies (arXiv 2304.11277, 3.2.2)
         copies = x.context_parallel * x.data_parallel / ranks
-        shard = x.gradient_bytes * params / ranks
-        reduction = reduction + all_reduce(shard, copies, links.copy_rate, links.data_latency_s)
-    tied = x.vocab_size * x.hidden_size / t * x.gradient_bytes / links.network_rate
-    return reduction + np.where((x.pipeline_parallel > 1) & x.tied_embeddings, tied, 0.0), gather
+        once = once + all_reduce(x.gradient_bytes * params / ranks, copies, links.copy_rate, links.data_latency_s)
+    # Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward pass; plain data
+    # parallelism of Megatron-LM waits for its end. With overlap weights are gathered beside the first forward pass too.
+    beside = np.where(x.overlap, middle, np.where((p > 1) | (x.zero_stage < 1), 0.0, BACKWARD * middle))
+    data = exposed(reduction + once, beside)
+    if not np.any(is_third):
+        return data
+    bulk = fully = data
+    if not np.all(x.native):
+        bulk = data + m * exposed(2 * gather + np.where(m > 1, reduction, 0.0), middle)
+    if np.any(x.native):
+        scatter = all_gather(x.gradient_bytes * params, ranks, links.shard_rate, links.shard_latency_s * most)
+        fully = _fully_sharded(x, gather, scatter, once, middle, most)
+    return np.where(is_third, np.where(x.native, fully, bulk), data)
+
+
+def _fully_sharded(x: Layouts, gather: Array, scatter: Array, once: Array, work: Array, layers: Array) -> Array:
+    """Returns seconds per step in which ZeRO 3 waits as FSDP2 does it (PyTorch FSDP, arXiv 2304.11277, section 3.3).
+
+    In each pass the weights of the next layer are gathered while this one computes, and in the backward pass the
+    gradients of the last are scattered besides: what takes longer than the layers is seen. Nothing hides the gather of
+    a pass's first layer and the last scatter of a step. What is sent once a step (sums over copies of a shard; under a
+    pipeline all gradients) goes beside the last backward pass.
+    """
+    m, piped = x.num_microbatches, x.pipeline_parallel > 1
+    forward = exposed(gather, (1 - BACKWARD) * work) + gather / layers
+    sent, at_end = gather + np.where(piped, 0.0, scatter), once + np.where(piped, scatter, 0.0)
+    backward, last = exposed(sent, BACKWARD * work), exposed(sent + at_end, BACKWARD * work)
+    return m * forward + (m - 1) * backward + last + (scatter + once) / layers
 
 
 def _optimizer(x: Layouts, hardware: Hardware, c: Coefficients, most: Array) -> Array:
