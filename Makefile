@@ -73,7 +73,7 @@ faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here 
 NXD_ENV := build/nxd
 test-nxd: nxd-source $(NXD_ENV)/installed  ## the Neuron engine on NxD's real source: make test-nxd NXD=path/to/neuronx-distributed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/tests/engines/real_nxd/site:$(abspath $(NXD))/src:$(CURDIR) $(NXD_ENV)/bin/python \
-	    -m pytest -q -s -W ignore --timeout 1800 -m neuron tests/engines/real_nxd tests/engines/test_neuron.py
+	    -m pytest -q -s -W ignore --thorough --timeout 1800 -m neuron tests/engines/real_nxd tests/engines/test_neuron.py
 
 nxd-source:
 	@test -d "$(NXD)/src/neuronx_distributed" || { echo "NXD='$(NXD)' is no checkout of github.com/aws-neuron/neuronx-distributed" \

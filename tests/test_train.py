@@ -200,7 +200,7 @@ def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, t
 def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp_path):
     run = kit.launch(tmp_path / "stopped", spec=spec, plan=DP2, recipe=recipe)
     while run.metrics().summary()["step"] < 5:
-        time.sleep(0.01)
+        time.sleep(0.05)
     run.job.stop()
     assert_done(run)
     stopped_at = run.metrics().summary()["step"]

@@ -60,7 +60,7 @@ LAYOUTS = {
 }
 GPT_LAYOUTS = ("TP2 + SP", "DP2, ZeRO 3", "PP2, 1F1B", "PP2, ZBV", "TP2 x PP2 x DP2", "TP2 x PP2 x DP2, SP, ZeRO 1")
 EIGHT = tuple(name for name, changes in LAYOUTS.items() if make_plan(changes).num_devices == 8)
-IN_FP32 = ("TP2 x PP2 x DP2, SP, ZeRO 1", "TP2 x PP2 x DP2, ZeRO 3, interleaved")
+IN_FP32 = ("TP2 x PP2 x DP2, ZeRO 3, interleaved",)
 IN_BF16 = (
     "TP2 + SP, recompute full", "DP2, ZeRO 1", "DP2, ZeRO 2", "DP2, ZeRO 3", "DP4, ZeRO 3 over 2", "PP2, interleaved",
     "PP2, ZBV", "PP2 x DP2, ZeRO 3", "TP2 x PP2 x DP2, SP, ZeRO 1",
