@@ -245,3 +245,10 @@ def _products(x, hardware, parts):
     tokens, h = x.micro_batch_size * x.sequence_length / parts, x.hidden_size
     width = layer_params(x) / x.tensor_parallel / h
     return parts * product_time(tokens, h, width, 4.0, hardware.matmul_flops_per_s, C)
+
+
+def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
+    plans = [plan(tensor_parallel=1, data_parallel=ranks, global_batch_size=8192) for ranks in (1, 2, 8, 16, 8192)]
+    overhead = timed(*plans)[0].terms_s["overhead"] / C.factor - 8192 / np.array([1, 2, 8, 16, 8192]) * C.microbatch_s
+    node, network = 8 * C.node_latency_s, 8 * C.network_latency_s
+    assert overhead - C.step_s == pytest.approx([0, node, 3 * node, 3 * node + network, 3 * node + 10 * network])

@@ -12,6 +12,9 @@ import numpy as np
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 
+SMALL_SUMS = 4
+"""Of a step: loss, tokens, norm of gradients, whether one is not finite (Megatron-LM: training.py, clip_grads.py)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
@@ -100,6 +103,16 @@ def all_reduce(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Arra
 def all_gather(size: Array, ranks: Array, rate: Array, latency_s: Array) -> Array:
     """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`; 0 for one rank."""
     return all_reduce(size, ranks, rate, latency_s) / 2
+
+
+def small_sums(layouts: Layouts, hardware: Hardware, c: Coefficients) -> Array:
+    """Returns seconds per step of summing a few bytes over all ranks, `SMALL_SUMS` times: latency alone.
+
+    Up and down a tree, twice log2 of the ranks steps (Thakur et al. 2005), inside a node first.
+    """
+    ranks, node = layouts.num_devices, hardware.node_devices
+    inside, outside = np.log2(np.minimum(ranks, node)), np.log2(np.maximum(1.0, ranks / node))
+    return 2 * SMALL_SUMS * (c.node_latency_s * inside + c.network_latency_s * outside)
 
 
 def exposed(communication_s: Array, work_s: Array) -> Array:

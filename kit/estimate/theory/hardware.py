@@ -178,7 +178,7 @@ class Coefficients(Record):
         "power at which that falls with the nodes of the job")  # fmt: skip
     microbatch_s: float = coefficient((0.000941, 0.68), (1e-3, 0.7), (1e-6, 5e-2),
         "host time per micro-batch: data, loss, schedule")  # fmt: skip
-    step_s: float = coefficient((0.00698, 1.11), (10e-3, 0.7), (1e-4, 2.0),
+    step_s: float = coefficient((0.0069, 1.16), (10e-3, 0.7), (1e-4, 2.0),
         "host time per step: gradient norm, logging, loader")  # fmt: skip
     factor: float = coefficient((1.043, 0.08), (1.1, 0.08), (1.0, 2.0),
         "of the whole time: clocks, stragglers, what is not modelled")  # fmt: skip

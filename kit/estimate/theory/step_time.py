@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed
+from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed, small_sums
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layer import Layer, layer_params, layer_time, product_time
 from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
@@ -103,11 +103,12 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
         bubble = bubble + np.where(few, (v - 1) / v * (p - m) * (mean - each), 0.0)
     data = _data_parallel(x, links, most, middle)
     optimizer = _optimizer(x, hardware, c, most)
-    total = c.factor * (m * slowest + bubble + filling + data + optimizer + c.step_s)
+    step = c.step_s + small_sums(x, hardware, c)
+    total = c.factor * (m * slowest + bubble + filling + data + optimizer + step)
     parts = {
         "embedding_logits": m * (embedding + logits) / p, "pipeline_send": m * send + filling,
         "imbalance": m * (slowest - mean),
-        "bubble": bubble, "data_parallel": data, "optimizer": optimizer, "overhead": m * c.microbatch_s + c.step_s,
+        "bubble": bubble, "data_parallel": data, "optimizer": optimizer, "overhead": m * c.microbatch_s + step,
     }  # fmt: skip
     return StepTime(total_s=total, layouts=x, hardware=hardware, factor=c.factor, layer=layer, parts_s=parts)
 
