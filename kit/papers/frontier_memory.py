@@ -6,21 +6,15 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.choose.figures import plain_ticks
-from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.memory import Convention, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.estimate.validation.memory_validation import lumi_bytes
-from kit.papers.frontier_model import MODELS, facts, layouts_of, paper_plan
+from kit.estimate.validation.memory_validation import frontier_stages, lumi_bytes
+from kit.papers.frontier_model import MODELS, facts
 from kit.papers.layers import Layer, Runs, on_clusters, table
 from kit.papers.panels import draw, finish
 from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
-NO_MOMENTS = Convention(
-    name="fp16 weight, fp16 gradient, fp32 copy, no Adam moments yet", weights=2, gradients=2, optimizer=4
-)
-"""What the Frontier log can hold: all its steps so far were skipped by loss scaling."""
 
 
 def memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
@@ -67,7 +61,7 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
     static, dynamic, lumi = _static_layers(), _dynamic_layers(), _lumi_layers()
     lumi += on_clusters(runs, x=lambda run: run.plan.data_parallel, y=lambda run: run.metrics()["memory_bytes"] / GIB)
     with new_figure("ab;cc", height=5.9) as (figure, axes):
-        titles = ("(a) 175B, between steps", "(b) 175B, more at the peak", "(c) LUMI 176B, last stage, between steps")
+        titles = ("(a) 175B, between steps", "(b) 175B, at the peak", "(c) LUMI 176B, last stage, between steps")
         for axis, layers, title in zip(axes, (static, dynamic, lumi), titles, strict=True):
             draw(axis, layers)
             axis.set(title=title, ylim=(0, 1.7 * max(float(layer.y.max()) for layer in layers)))
@@ -83,25 +77,16 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         return finish(figure, panels, *_stage_caption(static, dynamic), notes=notes)
 
 
-def frontier_stages() -> StageMemory:
-    """Returns the modelled memory of the authors' logged run: 175B, TP 4, PP 16, DP 2, first-generation attention."""
-    plan = paper_plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320)
-    layouts = layouts_of(ModelSpec.preset(MODELS["175B"]), [plan], flash_attention=1)
-    return memory_by_stage(layouts, kernels=MEGATRON, convention=NO_MOMENTS)
-
-
 def _static_layers() -> list[Layer]:
     log = Layer.published(facts()["stage_allocated_mib"], label="log", scale=MIB / GIB)
-    return [log, _against(log, "no Adam moments yet", frontier_stages().state / GIB)]
+    after, _ = frontier_stages()
+    return [log, _against(log, "after a skipped step", (after.state + after.buffers) / GIB)]
 
 
 def _dynamic_layers() -> list[Layer]:
-    known, stages = facts(), frontier_stages()
-    peaks, before = known["stage_peak_mib"], known["stage_allocated_mib"]
-    more = [p.replace(value=str(p.number - b.number), known="derived") for p, b in zip(peaks, before, strict=True)]
-    log = Layer.published(more, label="log", scale=MIB / GIB)
-    reserved = RESERVE.used_bytes(np.zeros(16), stages.dynamic) / GIB
-    return [log, _against(log, "activations", stages.dynamic / GIB), _against(log, "and reserve", reserved)]
+    log, (_, peak) = Layer.published(facts()["stage_peak_mib"], label="log", scale=MIB / GIB), frontier_stages()
+    reserved = RESERVE.used_bytes(peak.state, peak.dynamic) / GIB
+    return [log, _against(log, "state and activations", peak.total / GIB), _against(log, "and reserve", reserved)]
 
 
 def _lumi_layers() -> list[Layer]:
@@ -118,18 +103,19 @@ def _against(log: Layer, label: str, y: Any) -> Layer:
 
 def _stage_caption(static: list[Layer], dynamic: list[Layer]) -> tuple[str, str, str]:
     logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in dynamic[:2])
-    params = frontier_stages().params[1]
+    params = frontier_stages()[0].params[1]
     held, counted = (float(layer.y[1] * GIB / params) for layer in static)
     return (
         "Memory along the pipeline of Frontier, and by replicas of LUMI, with logs.",
         f"(b) falls by {logged:.0f} MiB a stage in the log and by {modelled:.0f} in the model.",
-        f"MISSED: what is constant, as (a) {held:.1f} bytes a parameter, not {counted:.1f}.",
+        f"(a) What is constant: {held:.1f} bytes a parameter in the log, {counted:.1f} modelled.",
     )
 
 
 def _stage_note(static: list[Layer], dynamic: list[Layer], lumi: list[Layer]) -> str:
     return (
-        f"1F1B keeps one micro-batch less on each next stage. (a): {NO_MOMENTS.name}. (b): the log has "
-        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB more of the engine's buffers; `and reserve` is what "
+        f"1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's moments before the first "
+        f"step, and keeps the gradients of a rank's part after a step skipped for overflow. (b): the log has "
+        f"{float(np.mean(dynamic[0].y - dynamic[1].y)):.1f} GiB more; `and reserve` is what "
         f"the planner adds. (c): bf16 Adam with ZeRO 1, {float(lumi[1].y[0] / lumi[0].y[0] - 1):+.0%} at 2 replicas."
     )

@@ -48,12 +48,15 @@ class Kernels(Record):
         "a device with the whole model computes the loss of so many logits at a time; 0: of all", default=0
     )
     chunk_logit_bytes: float = field_doc("of all copies of one such logit", default=0)
+    tied_positions: bool = field_doc("the last stage has learned positions too, beside its tied table", default=False)
 
 
 MEGATRON = Kernels(
     dropout=True, fused_gate=True, selective="attention", gathered_inputs=False, gathered_logits=False, logit_bytes=10
 )
 """Megatron-LM: logits in bf16 and fp32 (whose memory the softmax takes over), and their gradient."""
+MEGATRON_DEEPSPEED = MEGATRON.replace(tied_positions=True)
+"""Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a `TiedLayerSpec`, `megatron/model/gpt_model.py`)."""
 KIT = Kernels(
     dropout=False,
     fused_gate=False,

@@ -8,9 +8,9 @@ import numpy as np
 from kit.estimate.fit import published
 from kit.estimate.fit.memory_fit import fit_out_of_memory, fit_reserve
 from kit.estimate.fit.published import PublishedRun
-from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON
+from kit.estimate.theory.activations import ALEPH_ALPHA, MEGATRON, MEGATRON_DEEPSPEED
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.theory.memory import CONVENTIONS, DYNAMIC, STATE, memory, memory_by_stage
+from kit.estimate.theory.memory import CONVENTIONS, DYNAMIC, STATE, StageMemory, memory, memory_by_stage
 from kit.estimate.theory.out_of_memory import MONITOR_RESERVE, RESERVE
 from kit.plan import Plan
 from kit.show.results import Row, row
@@ -24,9 +24,12 @@ A100_BYTES = 80 * GIB
 LUMI = ModelSpec.gpt(name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200,
                      sequence_length=2048)  # fmt: skip
 LUMI_ALLOCATED_MIB = {2: 30_719, 4: 24_284, 8: 21_064, 16: 19_454, 32: 18_641}
-# Peak bytes fall by this from one of 16 pipeline devices to the next. Source: log 405287 of the Frontier paper's
-# authors (sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a), GPT 175B, TP 4, PP 16, micro-batch 1, full recomputation.
+# MiB allocated after the first step, which was skipped, and most within it, on 16 pipeline devices; peaks fall by 300
+# from the second to the last but one. Source: log 405287 of the Frontier paper's authors (DeepSpeed 0.10.0, fp16;
+# sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a), GPT 175B, TP 4, PP 16, micro-batch 1, full recomputation.
 FRONTIER_STEP_MIB = 300
+FRONTIER_AFTER_MIB = (25_142, *[23_361] * 14, 25_468)
+FRONTIER_PEAK_MIB = (33_902, *range(31_435, 27_534, -FRONTIER_STEP_MIB), 29_138)
 # Figure 1 of arXiv 2205.05198, GiB per device: (model, heads, layers, hidden, TP, PP, v, micro-batch, batch,
 # weights and optimizer averaged over devices, activations of the first), sequence parallel, selective recomputation.
 KORTHIKANTI = (
@@ -107,11 +110,11 @@ def allocator_logs() -> list[Row]:
     """Returns the error on two logs of what the allocator held, nothing fitted."""
     modelled = [lumi_bytes(replicas) / MIB for replicas in LUMI_ALLOCATED_MIB]
     measured = list(LUMI_ALLOCATED_MIB.values())
-    frontier = Plan(
-        tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
-    )
-    held = memory_by_stage(Layouts.of(ModelSpec.preset("gpt-175b"), [frontier]), kernels=MEGATRON).activations
-    step = float(-np.diff(held).mean() / MIB)
+    after, peak = frontier_stages()
+    step = float(-np.diff(peak.activations).mean() / MIB)
+    after_error = (after.state + after.buffers) / MIB / FRONTIER_AFTER_MIB - 1
+    peak_error = peak.total / MIB / FRONTIER_PEAK_MIB - 1
+    ends = [0, 1, -1]
     worst = float(np.max(np.abs(np.array(modelled) / measured - 1)))
     return [
         row("Memory: LUMI 176B, five replica counts, worst error",
@@ -119,7 +122,24 @@ def allocator_logs() -> list[Row]:
             note=f"{_by_replicas(modelled)}; measured {_by_replicas(measured)}; nothing fitted"),
         row("Memory: Frontier 175B, MiB from stage to stage, error", abs(step / FRONTIER_STEP_MIB - 1),
             "fraction", at_most=0.03, note=f"{step:.1f} MiB; measured {FRONTIER_STEP_MIB}; nothing fitted"),
+        row("Memory: Frontier 175B, 16 stages after a skipped step, worst error", float(np.abs(after_error).max()),
+            "fraction", at_most=0.02, note=f"{_signed(after_error[ends])} on first, second, last; nothing fitted"),
+        row("Memory: Frontier 175B, 16 stages at their peak, worst error", float(np.abs(peak_error).max()),
+            "fraction", at_most=0.02, note=f"{_signed(peak_error[ends])} on first, second, last; nothing fitted"),
     ]  # fmt: skip
+
+
+def frontier_stages() -> tuple[StageMemory, StageMemory]:
+    """Returns the modelled memory of the run of FRONTIER_AFTER_MIB: after its skipped first step, and within it."""
+    plan = Plan(
+        tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
+    )
+    layouts = Layouts.of(ModelSpec.preset("gpt-175b"), [plan], flash_attention=1, gradient_bytes=2.0)
+    skipped = CONVENTIONS["deepspeed_fp16_skipped"]
+    return (
+        memory_by_stage(layouts, kernels=MEGATRON_DEEPSPEED, convention=skipped),
+        memory_by_stage(layouts, kernels=MEGATRON_DEEPSPEED),
+    )
 
 
 def lumi_bytes(replicas: int) -> float:
