@@ -195,6 +195,10 @@ def test_sharded_weights_of_fsdp2_expose_the_first_gather_the_last_scatter_and_w
     work = 32 * time.layer.total + C.microbatch_s
     seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
     assert time.terms_s["data_parallel"] / C.factor == pytest.approx(x.num_microbatches * seen + scatter / 32)
+    half = timed(*plans, gathered_bytes=1.0)[0]
+    gather = all_gather(params, x.num_shards, links.shard_rate, links.shard_latency_s * 32)
+    seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
+    assert half.terms_s["data_parallel"] / C.factor == pytest.approx(x.num_microbatches * seen + scatter / 32)
     other = timed(*plans, native=False)[0].terms_s["data_parallel"]
     assert (other != time.terms_s["data_parallel"]).all(), "published rows keep the form that they were fitted with"
 

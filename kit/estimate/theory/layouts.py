@@ -63,6 +63,8 @@ class Layouts:
     """Collectives of gradients, weights and tensor parallelism run beside computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
+    gathered_bytes: Array
+    """Bytes of one weight that ZeRO gathers: 2, or 1 where it is cast to fp8 before (torchao's float8 all-gather)."""
     narrow: Array
     """Linear layers multiply in a format below bf16: their operands are cast, and logits stay in bf16."""
     compiled: Array
@@ -158,6 +160,7 @@ KERNELS: dict[str, Any] = {
     "overlap": False,
     "gradient_bytes": 4.0,
     "compiled": False,
+    "gathered_bytes": 2.0,
     "narrow": False,
     "native": False,
 }

@@ -161,9 +161,9 @@ def _data_parallel(x: Layouts, links: Links, most: Array, middle: Array) -> Arra
     )
     params = (most * layer_params(x) + x.vocab_size * x.hidden_size) / t
     # ZeRO scatters gradients and gathers bf16 weights; without it both halves of the all-reduce move gradients.
-    size = np.where(x.zero_stage >= 1, (x.gradient_bytes + 2.0) / 2, x.gradient_bytes) * params
+    size = np.where(x.zero_stage >= 1, (x.gradient_bytes + x.gathered_bytes) / 2, x.gradient_bytes) * params
     reduction = all_reduce(size, ranks, links.shard_rate, links.shard_latency_s)
-    gather = all_gather(2.0 * params, ranks, links.shard_rate, links.shard_latency_s * most)
+    gather = all_gather(x.gathered_bytes * params, ranks, links.shard_rate, links.shard_latency_s * most)
     once = np.where(
         (p > 1) & x.tied_embeddings, x.vocab_size * x.hidden_size / t * x.gradient_bytes / links.network_rate, 0.0
     )
