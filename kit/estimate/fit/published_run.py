@@ -88,7 +88,8 @@ class PublishedRun:
 
 CODES = ("recompute", "schedule", "context_exchange")
 UNSAID = {
-    "shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False, "native": False, "gathered_bytes": 2.0,
+    "shard_size": 0.0, "compiled": False, "context_exchange": 0, "narrow": False, "native": False,
+    "gathered_bytes": 2.0,
 }  # fmt: skip
 """What no published row says. Those in fp8 ran Transformer Engine, which casts where a number is made: no `narrow`."""
 
