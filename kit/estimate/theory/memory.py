@@ -56,7 +56,7 @@ CONVENTIONS = {
     "pure_bf16": Convention(name="pure bf16, 8 B", weights=2, gradients=2, optimizer=4),
     # DeepSpeed's BF16_Optimizer keeps each bf16 gradient beside its fp32 sum.
     "deepspeed_bf16": Convention(name="DeepSpeed BF16_Optimizer, 20 B", weights=2, gradients=6, optimizer=12),
-    # After a step skipped for overflow, ZeRO 1 of DeepSpeed before 0.14.2 (runtime/zero/stage_1_and_2.py at 0.10.0) has
+    # After a step skipped for overflow, ZeRO 1 of DeepSpeed before 0.13.2 (runtime/zero/stage_1_and_2.py at 0.10.0) has
     # Adam's moments, made before the first step (`initialize_optimizer_states`), no gradients (`step`), but still the
     # fp16 copy of those of its part: `_link_all_hp_params` gave each weight the dictionary that `step` replaces.
     "deepspeed_fp16_skipped": Convention(name="after a skipped step, 16 B", weights=2, gradients=0, optimizer=14),
