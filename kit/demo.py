@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,19 @@ class TerminalClient(NotebookClient):
             store_widget_state=False,  # with it, a saved page would wait for a live kernel instead of showing pictures
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
-            extra_arguments=["--log-level=40"],  # no warning about unencrypted ports, which are this machine's own
             on_cell_execute=self._started,
             on_cell_executed=self._ended,
         )
+        self.sockets = tempfile.TemporaryDirectory(prefix="kit-kernel-")
         self.console, self.status = console, console.status("Starting a kernel")
         self.number, self.start = 0, time.monotonic()
         self.total = sum(cell.cell_type == "code" for cell in document.cells)
+
+    def create_kernel_manager(self) -> Any:
+        """Speaks to the kernel over Unix sockets: a free port found for it may be another's by the time it starts."""
+        manager = super().create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{self.sockets.name}/kernel"
+        return manager
 
     def _started(self, cell: Any, cell_index: int) -> None:
         self.number += 1

@@ -92,8 +92,8 @@ def paper_plan(**degrees: Any) -> Plan:
 
 
 def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
-    """Returns plans of one model with the paper's kernels: FlashAttention-2, fp16 gradients."""
-    return Layouts.of(spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES)} | kernels)
+    """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16 gradients."""
+    return Layouts.of(spec, plans, **{"gradient_bytes": float(GRADIENT_BYTES), "native": False} | kernels)
 
 
 def hfu_percent(spec: ModelSpec, layouts: Layouts, seconds: Any, basis: FlopBasis | None = None) -> Array:

@@ -107,7 +107,7 @@ def lumi_layers() -> list[Layer]:
         paper_plan(tensor_parallel=8, pipeline_parallel=8, data_parallel=int(fact.x) // 64, micro_batch_size=2,
                    global_batch_size=1024) for fact in steps
     ]  # fmt: skip
-    layouts = Layouts.of(LUMI, plans, flash_attention=0)
+    layouts = Layouts.of(LUMI, plans, flash_attention=0, native=False)
     log = Layer.published(relative, label="LUMI 176B, logs")
     return [log, Layer.modelled("LUMI 176B", log.x, *_efficiency(layouts), error=model_error())]
 

@@ -94,7 +94,8 @@ def objective(name: str) -> EstimatedRate:
     found = calibration()
     machine = Machine(site=Site.load("frontier"), hardware=found.hardware, calibration=found,
                       kernels=MEGATRON, reserve=RESERVE)  # fmt: skip
-    return EstimatedRate(spec=ModelSpec.preset(SPACES[name][0]), machine=machine, devices_per_node=8, base=paper_plan())
+    base = paper_plan(engine="deepspeed")
+    return EstimatedRate(spec=ModelSpec.preset(SPACES[name][0]), machine=machine, devices_per_node=8, base=base)
 
 
 @lru_cache(maxsize=4)

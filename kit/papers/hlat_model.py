@@ -119,8 +119,8 @@ def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
 
 
 def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
-    """Returns plans as layouts, with the attention of the machine: written out on Trainium, fused on GPUs."""
-    return Layouts.of(ModelSpec.preset(MODELS[model]), plans, flash_attention=0 if machine == TRN1 else 2)
+    """Returns plans as layouts of NxD and NeMo: attention is written out on Trainium, fused on GPUs."""
+    return Layouts.of(ModelSpec.preset(MODELS[model]), plans, flash_attention=0 if machine == TRN1 else 2, native=False)
 
 
 def trn1_plan(model: str, nodes: int) -> Plan:

@@ -13,6 +13,7 @@ from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, search
+from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.communication import Links, all_gather, exposed
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layer import layer_params, product_time
@@ -224,6 +225,11 @@ def test_a_search_in_single_precision_stays_in_it():
     narrow = found.machine.step_time(single_precision(found.layouts))
     assert narrow.total_s.dtype == np.float32
     assert narrow.total_s == pytest.approx(found.machine.step_time(found.layouts).total_s, rel=1e-5)
+
+
+def test_a_search_for_another_code_base_has_neither_the_kits_kernels_nor_its_zero_3():
+    ours, theirs = (search(LLAMA, H100, 16, 16, kernels=kernels).layouts for kernels in (None, MEGATRON))
+    assert np.all(ours.native) and np.any(ours.compiled) and not np.any(theirs.native) and not np.any(theirs.compiled)
 
 
 def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut_in_parts():

@@ -214,11 +214,12 @@ def search(
         )
     machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
     engine = engine or site.engine
+    ours = kernels is None and engine == "native" and site.device.is_gpu  # not another code base
     layouts = candidates(
         spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
-        narrow=precision != "bf16", native=engine == "native" and site.device.is_gpu, **layout_kernels,
+        narrow=precision != "bf16", native=ours, **layout_kernels,
     )  # fmt: skip
-    if site.device.is_gpu and engine == "native":  # as `Plan.gpu_defaults` has it
+    if ours:  # as `Plan.gpu_defaults` has it
         cut = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")])
         layouts = dataclasses.replace(layouts, compiled=~(cut & (layouts.pipeline_parallel > 1)))
     time_s, used_bytes = machine.evaluate(layouts)
