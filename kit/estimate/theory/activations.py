@@ -48,6 +48,13 @@ class Kernels(Record):
         "a device with the whole model computes the loss of so many logits at a time; 0: of all", default=0
     )
     chunk_logit_bytes: float = field_doc("of all copies of one such logit", default=0)
+    fully_sharded: bool = field_doc(
+        "as torch's fully_shard: fp32 shards of weights only, and gradients of blocks reduced as they come, so that "
+        "those of a single micro-batch take the place of its activations", default=False,
+    )  # fmt: skip
+    gradient_copy_bytes: float = field_doc("of a whole gradient beside its sum, whatever ZeRO cuts", default=0)
+    reduction_bytes: float = field_doc("of the copy in which ZeRO 1 reduces a sum of gradients", default=0)
+    bucket_bytes: float = field_doc("of the buffer in which ZeRO 2 and 3 collect gradients", default=0)
     tied_positions: bool = field_doc("the last stage has learned positions too, beside its tied table", default=False)
 
 
@@ -66,14 +73,18 @@ KIT = Kernels(
     logit_bytes=14,
     chunk_logits=logits_at_once(None),
     chunk_logit_bytes=10,
+    fully_sharded=True,
 )
 """The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient. One tensor rank without a
 pipeline computes its loss in chunks (`kit.model.cross_entropy`): of one, logits in bf16 and fp32, and log-softmax."""
 
-ENGINE_KERNELS: dict[EngineName, Kernels] = {
-    "native": KIT, "deepspeed": KIT.replace(chunk_logits=0), "neuron": MEGATRON,
-}  # fmt: skip
-"""Only the native engine computes its loss in chunks; NxD's layers are made after Megatron-LM's."""
+DEEPSPEED = KIT.replace(
+    chunk_logits=0, fully_sharded=False, gradient_copy_bytes=2, reduction_bytes=2, bucket_bytes=2 * 500e6
+)
+"""The kit's decoder in DeepSpeed 0.19.8, counted: ZeRO 1 (`BF16_Optimizer`) and 2 keep bf16 gradients beside their fp32
+sums; ZeRO 1 casts all sums to bf16 at once to reduce them (`allreduce_bucket`); `reduce_bucket_size` is 5e8 numbers."""
+ENGINE_KERNELS: dict[EngineName, Kernels] = {"native": KIT, "deepspeed": DEEPSPEED, "neuron": MEGATRON}
+"""NxD's layers are made after Megatron-LM's."""
 
 
 def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:

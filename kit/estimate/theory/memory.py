@@ -15,6 +15,8 @@ sequence parallelism, else 1 (other letters: layouts.py).
   computed in chunks: those of one chunk, the gradient of its input, and where there are several the sum of that of the
   output projection (fp32).
 - buffers: pipeline messages, gathered weights and whole gradients of ZeRO, key/value blocks of context parallelism.
+- late, in the place of activations that are gone: the gradients of a single micro-batch, where the code base makes
+  them anew each time; the copy in which sums of gradients are reduced. Counted in the workspace where they are larger.
 - reserve: everything not modelled (`out_of_memory.py`).
 """
 
@@ -196,8 +198,11 @@ class _Stages:
         self.balanced = per_stage * x.pipeline_parallel * x.virtual_stages == x.num_layers + 2
         self.block_params, self.embedding_params, self.head_params = self._params()
         self.sent, self.messages = self._messages()
+        # Under ZeRO 3 the output, used last and first, stays gathered (`kit.parallel.data.shard_ends`).
+        output = 2 * x.hidden_size * x.vocab_size / x.tensor_parallel
+        self.output = np.where(x.zero_stage == 3, output, 0 * output) * kernels.fully_sharded
         self.kept_logits, self.loss = self._logits()
-        self.bytes_per_param, self.gathered = self._shares(convention)
+        self.bytes_per_param, self.gathered, self.late, self.made = self._shares(convention)
 
     def _params(self) -> tuple[Array, Array, Array]:
         """Returns the weights of a layer, of what the first device has beside its layers, and of what the last has."""
@@ -230,22 +235,32 @@ class _Stages:
         chunked = (kernels.chunk_logits > 0) & ~self.piped & (x.tensor_parallel == 1)
         return np.where(chunked, 0.0, 4 * logits), np.where(chunked, chunk, (kernels.logit_bytes - 4) * logits)
 
-    def _shares(self, convention: Convention) -> tuple[dict[str, Array], Array]:
-        """Returns bytes per parameter with ZeRO's sharing, and the bytes that ZeRO needs beside its shards."""
-        x = self.layouts
+    def _shares(self, convention: Convention) -> tuple[dict[str, Array], Array, Array, Array]:
+        """Returns bytes per parameter with ZeRO's sharing, bytes beside its shards, late ones, and a block's gradients.
+
+        Late ones are per parameter and come when activations are gone.
+        """
+        x, kernels = self.layouts, self.kernels
         gradient = x.gradient_bytes
         if convention.gradients is not None:
             gradient = np.full_like(gradient, convention.gradients)
         shard = 1 / x.num_shards
-        cut = ~self.piped & (x.zero_stage >= 2)
-        weights = convention.weights * np.where(x.zero_stage == 3, shard, 1.0)
-        gradients = gradient * np.where(cut, shard, 1.0)
+        none, cut = 0 * shard, ~self.piped & (x.zero_stage >= 2)
+        single = ~self.piped & (x.num_microbatches == 1) & kernels.fully_sharded
+        weights = convention.weights * np.where(x.zero_stage == 3, none if kernels.fully_sharded else shard, 1.0)
+        late = np.where(single, gradient * np.where(x.zero_stage >= 1, shard, 1.0) - weights, none)
+        late = np.where(x.zero_stage == 1, late + kernels.reduction_bytes, late)
+        copy = 0.0 if convention.gradients is not None else kernels.gradient_copy_bytes
+        gradients = np.where(single, none, gradient * np.where(cut, shard, 1.0))
+        gradients = np.where(x.zero_stage < 3, gradients + copy, gradients)
         optimizer = convention.optimizer * np.where(x.zero_stage >= 1, shard, 1.0)
         state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-        # Stage 3 gathers the weights of two blocks at a time; stages 2 and 3 hold one block's gradients whole.
-        whole = np.where(x.zero_stage == 3, 4 * self.block_params, 0.0)
-        whole = whole + np.where(cut, gradient * self.block_params, 0.0)
-        return state | {"state": weights + gradients + optimizer}, whole
+        state["state"] = weights + gradients + optimizer
+        # Stage 3 gathers the weights of two blocks at a time. One block's gradients are whole where they are reduced as
+        # they come; fully_shard makes them in bf16 and adds them to their sums block by block.
+        gathered = np.where(x.zero_stage == 3, 4 * self.block_params, none) + np.where(cut, kernels.bucket_bytes, none)
+        made = 2.0 if kernels.fully_sharded else 0.0
+        return state, gathered, late, np.where(cut | single, gradient, none + made) * self.block_params
 
     def memory(self, stage: Any, *, is_first: Any, is_last: Any, layers: Array | None = None) -> StageMemory:
         """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
@@ -259,13 +274,16 @@ class _Stages:
         ends = head * np.where(gpipe, x.num_microbatches, 1.0)
         if self.kernels.dropout:
             ends = ends + np.where(is_first, self.plain * residual * flying, 0.0)
+        activations = tokens * flying * (layers * self.layer.kept + self.sent)
+        again = tokens * (self.layer.workspace - head) + self.made
+        workspace = np.maximum(again, tokens * np.where(is_last, self.loss, 0.0))
         return StageMemory(
             params=params,
             bytes_per_param=self.bytes_per_param,
-            activations=tokens * flying * (layers * self.layer.kept + self.sent),
+            activations=activations,
             embedding_logits=tokens * ends,
-            workspace=tokens * np.maximum(self.layer.workspace - head, np.where(is_last, self.loss, 0.0)),
-            buffers=self.messages + self.gathered,
+            workspace=np.maximum(workspace, self.late * params + self.made - activations - tokens * ends),
+            buffers=self.messages + self.gathered + np.where(is_last, self.output, 0.0),
         )
 
     def _layers(self, is_first: Any, is_last: Any) -> Array:
