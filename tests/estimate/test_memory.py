@@ -1,25 +1,20 @@
 """The memory model against torch's own allocations, the pipeline schedules, and published measurements."""
 
 import dataclasses
-import weakref
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.fit import published
 from kit.estimate.fit.memory_fit import fit_out_of_memory, fit_reserve, minimise
-from kit.estimate.theory.activations import DEEPSPEED, KIT, MEGATRON, in_flight, layer_activations
+from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, TERMS, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -29,8 +24,8 @@ from kit.model import Block, Decoder
 from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
 from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.spec import PRESETS, ModelSpec
+from tests.estimate.live_bytes import LiveBytes
 
 SHAPES = dict(name="tiny", num_layers=4, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64)
 TINY = {
@@ -39,41 +34,6 @@ TINY = {
     "grouped": ModelSpec.llama(**SHAPES, ffn_hidden_size=352, num_kv_heads=2),
 }
 KORTHIKANTI = partial(ModelSpec.gpt, vocab_size=51_200, sequence_length=2048)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that torch operations made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._held: dict[int, weakref.ref] = {}
-
-    @property
-    def now(self) -> int:
-        """As they are: `fully_shard` gives storages up by resizing them."""
-        storages = [ref() for ref in self._held.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they come again as plain tensors
-        result = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given and storage._cdata not in self._held:
-                self._hold(storage)
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _hold(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
-
-
-def _tensors(tree) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -335,35 +295,3 @@ def test_peak_of_a_whole_step_of_the_kit(family, recompute):
     plan = Plan(recompute=recompute, micro_batch_size=batch, global_batch_size=batch)
     modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).first.dynamic.item()
     assert modelled == pytest.approx(live.peak, rel=0.15)
-
-
-@pytest.fixture
-def fake_ranks():
-    """Rank 0 of four, whose collectives move nothing but take their memory."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("zero, micro_batches", [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
-def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
-    spec = TINY["llama"].replace(num_layers=6)
-    plan = Plan(data_parallel=4, zero_stage=zero, global_batch_size=4 * micro_batches, precision="bf16")
-    samples = torch.randint(0, spec.vocab_size, (micro_batches, spec.sequence_length + 1))
-    with LiveBytes() as live:
-        engine = NativeEngine(spec, plan, Recipe(data="none", num_steps=2), torch.device("cpu"))
-        for _ in range(2):
-            live.peak = 0
-            engine.train_step(samples, 1e-3)
-    found = memory(Layouts.of(spec, [plan], fused_norm=False)).first
-    assert found.total.item() == pytest.approx(live.peak, rel=0.05)
-
-
-def test_what_deepspeed_keeps_of_gradients():
-    """As counted in DeepSpeed 0.19.8 on two processes: 16.0, 14.1 bytes a parameter and the bucket of ZeRO 2."""
-    spec = ModelSpec.llama(**SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024), ffn_hidden_size=1408)
-    plans = [Plan(data_parallel=2, global_batch_size=2, zero_stage=zero, engine="deepspeed") for zero in (1, 2)]
-    found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).first
-    assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
-    assert found.total[0] / spec.num_params == pytest.approx(16.0, rel=0.01)
-    assert found.total[1] / spec.num_params == pytest.approx(51.5, rel=0.03)
