@@ -84,11 +84,12 @@ def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason)
     assert ("ValueError: broken" in ends[1].logs()) == ("ValueError" in code)
 
 
-def test_an_import_that_fails_is_told_by_each_rank(modules):
+def test_an_import_that_fails_is_told_by_the_rank_that_failed_first(modules):
     (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
     handle = local.submit(job(modules, "pass", forks=True))
-    assert handle.wait(20).state is JobState.FAILED
-    assert all("No module named 'no_such_module_of_test'" in handle.logs(rank) for rank in (0, 1))
+    status, words = handle.wait(20), "No module named 'no_such_module_of_test'"
+    assert status.state is JobState.FAILED and words in status.reason  # the other may be ended before it says so
+    assert any(words in handle.logs(rank) for rank in (0, 1))
 
 
 def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
