@@ -4,6 +4,7 @@ A `Job` holds no connection and no state of its own. Everything is read from the
 process may attach to any job, and the job does not notice when they go. Standard library only.
 """
 
+import contextlib
 import dataclasses
 import errno
 import html
@@ -27,6 +28,7 @@ from cluster.state import (
     Request,
     RunState,
     SchedulerJob,
+    StaleAttemptError,
     ask,
     find_log,
     last_attempt,
@@ -272,7 +274,8 @@ class Job:
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
             reason = "cancelled while it waited"
-            write_end(self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason)
+            with contextlib.suppress(StaleAttemptError):  # it had just started: its supervisor, ended too, says so
+                write_end(self.run_dir, attempt=state.attempt, rc=128 + signal.SIGTERM, reason=reason)
 
     def _log(self, rank: int, attempt: int | None) -> Path:
         newest = last_attempt(self.run_dir)

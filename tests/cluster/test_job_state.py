@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import poll
+from cluster import poll, slurm
 from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
 from cluster.job import Job, JobSpec, read_status
@@ -430,3 +430,16 @@ def test_hang_is_a_long_time_and_many_steps_without_one(tmp_path, monkeypatch, s
     assert (judge.why_hung(tmp_path) is not None) == hangs
     running(tmp_path, state=state, heartbeat=time.time() - 1e6, step_time_s=step_time_s)
     assert judge.why_hung(tmp_path) is None, "a new beat is a sign of life, whatever the clock that it was written by"
+
+
+def test_a_job_that_starts_as_it_is_cancelled_is_left_to_its_supervisor(tmp_path, monkeypatch):
+    (tmp_path / "job.json").write_text(JobSpec(name="a", run_dir="r", argv=("x",), num_processes=1).to_json())
+    scheduler_says(monkeypatch, JobState.QUEUED)
+    submitted(tmp_path)
+    take_over(tmp_path, JOB)
+    update_state(tmp_path, attempt=1, state=JobState.REQUEUED)
+    monkeypatch.setattr(slurm, "cancel", lambda job: take_over(tmp_path, job))
+    Job.attach(tmp_path).cancel()
+    state = read_state(tmp_path)
+    assert state and (state.state, state.attempt) == (JobState.STARTING, 2)
+    assert read_exit(tmp_path) is None
