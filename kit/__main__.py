@@ -13,7 +13,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)  # as of a shell: 128 + SIGINT
     finally:
-        gc.freeze()  # else Python looks for cycles in all of torch before it ends: 0.9 s in which a user waits for nothing
+        gc.freeze()  # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Test set-up: one thread per process, since several processes share the cores."""
 
+import gc
 import json
 import os
 import subprocess
@@ -24,6 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-limits", action="store_true", help="beats as slow as in use, not a fifth (make faults)")
     parser.addoption("--thorough", action="store_true", help="also tests of what cheaper ones hold too (make faults)")
     parser.addoption("--kills", type=int, default=2, help="how often a training run is killed (make faults: 100)")
+
+
+def pytest_configure() -> None:
+    gc.disable()  # nothing of a module is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # else Python looks for cycles in all of torch before it ends
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

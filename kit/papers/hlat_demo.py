@@ -14,7 +14,7 @@ from kit.spec import ModelSpec
 
 RUN, SPIKES, PRECISION = "llama-demo", "spikes.json", "precision.json"
 """Where the studies keep what they have made, below one folder."""
-STEPS, CHECKPOINT_EVERY = 60, 15
+STEPS, CHECKPOINT_EVERY = 60, 20
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
 """What is scored at each checkpoint: a part of the items."""

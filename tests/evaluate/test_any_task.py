@@ -23,7 +23,7 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate import Options, check_request
 from kit.evaluate.folder import evaluate_folder
 from kit.evaluate.harness import load_task, task_manager
-from kit.evaluate.report import ANSWER_BITS
+from kit.evaluate.report import ANSWER_BITS, EvalReport
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC
 
@@ -78,25 +78,39 @@ def write_parquet(file: Path, rows: list[dict]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-def test_a_group_and_a_task_equal_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
+def test_a_task_equals_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
+    report = equal_the_harness(model, {"sciq": ["acc", "acc_norm"]}, task_data, tmp_path, monkeypatch)
+    assert report["sciq"].num_items == 5
+    assert report["sciq"].data[0].path.startswith("allenai/sciq/data/")
+
+
+@pytest.mark.thorough  # its 67 parts take longest to be read; another group is scored in test_suites.py
+def test_a_group_equals_the_harness_on_the_same_folder(model, task_data, tmp_path, monkeypatch, no_network):
+    report = equal_the_harness(model, {"blimp": ["acc"]}, task_data, tmp_path, monkeypatch)
+    assert report["blimp"].num_items == 134 and len(report["blimp"].data) == 67
+
+
+def equal_the_harness(model, tasks: dict[str, list[str]], task_data, tmp_path, monkeypatch) -> EvalReport:
+    """Returns our report of tasks, whose metrics were found to be lm-eval's own."""
     from lm_eval.evaluator import simple_evaluate
 
-    names = ("blimp", "sciq")
-    report = evaluate_folder(model, names, task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json")
+    report = evaluate_folder(
+        model, (*tasks,), task_data=task_data, mirror=tmp_path / "none", out=tmp_path / "ours.json"
+    )
     monkeypatch.chdir(task_data)  # where `datasets` takes a folder of a repository's name for the repository
     arguments = f"pretrained={model},dtype=float32,max_length=256"
-    theirs: Any = simple_evaluate(model="hf", model_args=arguments, tasks=list(names), device="cpu", bootstrap_iters=0,
+    theirs: Any = simple_evaluate(model="hf", model_args=arguments, tasks=list(tasks), device="cpu", bootstrap_iters=0,
                                   task_manager=task_manager(everything=True), verbosity="ERROR")  # fmt: skip
-    assert theirs["n-samples"]["blimp_adjunct_island"]["effective"] == 2 and len(theirs["n-samples"]) == 68
-    for name, metrics in (("blimp", ["acc"]), ("sciq", ["acc", "acc_norm"])):
+    assert sum(samples["effective"] for samples in theirs["n-samples"].values()) == sum(
+        report[name].num_items for name in tasks
+    )
+    for name, metrics in tasks.items():
         for metric in metrics:
             assert report[name].metric(metric).value == pytest.approx(theirs["results"][name][f"{metric},none"])
         bits = plain_bits(model, theirs["samples"], name)
         assert report[name].metric(ANSWER_BITS).value == pytest.approx(sum(bits) / len(bits), rel=1e-5)
-    assert (report["blimp"].num_items, report["sciq"].num_items) == (134, 5)
     assert {source.origin for score in report.scores for source in score.data} == {"folder"}
-    assert len(report["blimp"].data) == 67
-    assert report["sciq"].data[0].path.startswith("allenai/sciq/data/")
+    return report
 
 
 def plain_bits(model: Path, samples: dict, name: str) -> list[float]:

@@ -95,6 +95,7 @@ def test_a_wrong_request_is_refused_before_the_first_checkpoint(run, mirror):
     assert not (run.directory / "eval").exists()
 
 
+@pytest.mark.thorough  # tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
 def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(run, mirror):
     list(follow_run(run, ("piqa",), submit=True, mirror=mirror, limit=5, poll_s=0, idle=interrupt))
     (found,) = list(follow_run(run, ("heldout",), submit=True, mirror=mirror, poll_s=0.2))

@@ -61,9 +61,11 @@ def rows(run: Run) -> list[dict]:
     return [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_results_read_late_are_the_same_and_all_there_though_the_run_is_killed(prepare):
-    settings = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation_every": 7}
-    straight, late = prepare("straight", **settings), prepare("late", **settings)
+SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation_every": 7}
+
+
+def test_results_read_late_are_the_same_and_all_there(prepare):
+    straight, late = prepare("straight", **SETTINGS), prepare("late", **SETTINGS)
     finished(straight)
     log = finished(late, 1, ahead()).log()
     assert "launched 6, finished 4" in log and "launched 8, finished 7" in log, "late but before a validation"
@@ -72,7 +74,12 @@ def test_results_read_late_are_the_same_and_all_there_though_the_run_is_killed(p
     told = [[(row["step"], row.get("validation_loss")) for row in rows(run)] for run in (straight, late)]
     assert told[0] == told[1] and told[1][6][1] is not None
     assert [row["step"] for row in rows(late) if row.get("checkpoint_s")] == [11, 21], "what a save costs the next step"
-    killed = prepare("killed", **settings)
+
+
+@pytest.mark.thorough
+def test_a_killed_run_whose_results_are_read_late_ends_as_an_unbroken_one(prepare):
+    straight, killed = prepare("straight", **SETTINGS), prepare("killed", **SETTINGS)
+    finished(straight)
     attempt = Attempt(killed, 1, ahead())
     attempt.until_step(14)
     attempt.kill()

@@ -105,6 +105,7 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
     assert (finished(Run.open(run.directory), 2).resumed_from() or 0) >= newest
 
 
+@pytest.mark.thorough
 def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
     run = prepare("thawed", num_steps=150, hung_after_s=1.0)
     attempt = Attempt(run)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from tests.parity import RECIPE, TOLERANCE, differences, fit, make_plan, train
+from tests.parity import RECIPE, TOLERANCE, differences, fit, make_plan, some_thorough, train
 from tests.workers import run_ranks
 
 LAYOUTS = {
@@ -17,7 +17,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {"TP2"}))
 def test_compiled_llama_equals_eager(layout, llama_spec, native_run):
     plan = make_plan({**LAYOUTS[layout], "compile": True})
     spec = fit(llama_spec, plan)

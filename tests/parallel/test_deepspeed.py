@@ -162,7 +162,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", some_thorough(MOVES, {"native 3D to ZeRO 3"}))
 def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run, tmp_path):
     before, after = (parity.make_plan(layout, engine) for engine, layout in MOVES[move])
     run_ranks(before.num_devices, train_and_save, gpt_spec, before, tmp_path)

@@ -63,7 +63,7 @@ EIGHT = tuple(name for name, changes in LAYOUTS.items() if make_plan(changes).nu
 IN_FP32 = ("TP2 x PP2 x DP2, ZeRO 3, interleaved",)
 IN_BF16 = (
     "TP2 + SP, recompute full", "DP2, ZeRO 1", "DP2, ZeRO 2", "DP2, ZeRO 3", "DP4, ZeRO 3 over 2", "PP2, interleaved",
-    "PP2, ZBV", "PP2 x DP2, ZeRO 3", "TP2 x PP2 x DP2, SP, ZeRO 1",
+    "PP2, ZBV", "PP2 x DP2, ZeRO 3",
 )  # fmt: skip
 """What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
 
