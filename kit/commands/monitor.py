@@ -176,8 +176,8 @@ def import_(
     format: Annotated[
         str | None,
         typer.Option(
-            help="megatron (Megatron-LM, Megatron-DeepSpeed), nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, "
-            "hf-trainer (trainer_state.json); default: found out"
+            help="megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo (NeMo 2), nxdt (NxDT, HLAT), torchtitan, "
+            "nanogpt, maxtext, hf-trainer (trainer_state.json); default: found out"
         ),
     ] = None,
     pattern: Annotated[

@@ -1,4 +1,5 @@
-"""The formats of logs that can be imported: those of `logs.py`, and trainers that tell of a step in one line.
+"""The formats of logs that can be imported: those of `logs.py` and `nemo.py`, and of trainers that tell of a step in
+one line.
 
 A line's format is a pattern with named groups (GROUPS), so another trainer needs a pattern only (`kit import
 --pattern`). Tried on public lines, which the tests cite; torchtitan's held-out loss, settings and start were only read
@@ -11,7 +12,8 @@ from functools import partial
 from typing import NamedTuple
 
 from cluster.record import ConfigError, suggestion
-from kit.foreign.logs import LoggedStep, LogParser, MegatronLog, NxdtLog, number, unix_time
+from kit.foreign.logs import LoggedStep, LogParser, MegatronLog, number, unix_time, whole
+from kit.foreign.nemo import NemoLog, NxdtLog
 
 GROUPS = (
     "step", "loss", "total_steps", "samples", "consumed_samples", "step_time_s", "step_time_ms", "grad_norm",
@@ -133,10 +135,10 @@ class LineLog(StepLog):
         logged = LoggedStep(
             step=step,
             starts=self.starts,
-            total_steps=_whole(values.get("total_steps")),
-            samples=_whole(values.get("samples")),
-            consumed_samples=_whole(values.get("consumed_samples")),
-            sequence_length=_whole(number(self.arguments.get("seq_length"))),
+            total_steps=whole(values.get("total_steps")),
+            samples=whole(values.get("samples")),
+            consumed_samples=whole(values.get("consumed_samples")),
+            sequence_length=whole(number(self.arguments.get("seq_length"))),
             step_time_s=seconds if timed else None,
             clock_s=clock,
             time=clock,
@@ -144,7 +146,7 @@ class LineLog(StepLog):
             grad_norm=values.get("grad_norm"),
             learning_rate=values.get("learning_rate"),
             validation_loss=values.get("validation_loss"),
-            memory_bytes=_whole(values.get("memory_gib", 0.0) * 2**30),
+            memory_bytes=whole(values.get("memory_gib", 0.0) * 2**30),
             printed_flops_per_s=values["tflops"] * 1e12 if "tflops" in values else None,
         )
         return [logged, *self._due()]
@@ -185,6 +187,7 @@ class TrainerState(StepLog):
 
 FORMATS: dict[str, Callable[[], LogParser]] = {
     "megatron": MegatronLog,
+    "nemo": NemoLog,
     "nxdt": NxdtLog,
     "torchtitan": partial(LineLog, TORCHTITAN),
     "nanogpt": partial(LineLog, NANOGPT),
@@ -210,10 +213,6 @@ def pattern_format(pattern: str) -> LineFormat:
         example = r"it (?P<step>\d+) .*loss=(?P<loss>\S+)"
         raise ConfigError(f"--pattern: the group {missing[0]!r} is missing. For example: '{example}'.")
     return LineFormat(compiled)
-
-
-def _whole(value: float | None) -> int | None:
-    return int(value) if value is not None and 0 < value < 2**63 else None
 
 
 def _clock(text: str | None) -> float | None:

@@ -1,6 +1,6 @@
-"""Readers of other trainers' logs: Megatron-LM and Megatron-DeepSpeed; NeMo on Neuron (NxDT) and HLAT's own script.
+"""How other trainers' logs are read, and the log of Megatron-LM and Megatron-DeepSpeed.
 
-`formats.py` has those whose steps are a line each, and the names of all.
+`nemo.py` has NeMo's, `formats.py` those whose steps are a line each, and the names of all.
 
 A reader takes a log line by line and returns a `LoggedStep` for each line that tells of an optimizer step. Speeds are
 taken from clocks alone: a log's own TFLOP/s and samples/s rest on a batch size that the engine may not have run, so
@@ -16,7 +16,6 @@ from pathlib import Path
 CHUNK_BYTES = 4 << 20
 LONGEST_LINE = 8 << 10  # no line about a step is longer, and a pattern on a longer one could take for ever
 CLOCK_WINDOW_S = 20.0  # a progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most
-EXACT_BELOW = 100_000  # a progress bar writes larger numbers with three digits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,17 +104,20 @@ class LogReader:
 
 
 class MegatronLog(LogParser):
-    """Lines of Megatron-LM and Megatron-DeepSpeed, with or without srun's rank labels and time stamps.
+    """Lines of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, with or without srun's or torchrun's labels, and stamps.
 
-    Source: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed; logs of
-    spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL.
+    Source: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed, in
+    megatron/logging.py of EleutherAI/gpt-neox; logs of spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL.
     """
 
     HEAD = re.compile(r"iteration\s+(\d+)/\s*(\d+|infinity)\s*\|(.*)\|\s*$")
     STARTED = re.compile(r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|")
-    ARGUMENT = re.compile(r"^(?:\s*\d+:)?\s+(\w+) \.{2,} (.*?)\s*$")
+    ARGUMENT = re.compile(r"^(?:\s*\d+:|\[\w+\]:)?\s+(\w+) \.{2,} (.*?)\s*$")
     ENGINE = re.compile(r"\[config\.py:\d+:print\w*\]\s+(\w+)[ .]+\s(\S+)\s*$")
-    VALIDATION = re.compile(r"validation loss at iteration (\d+)\b.*?\blm loss value: (\S+) \|")
+    VALIDATION = re.compile(
+        r"validation (?:loss|results) at iteration (\d+)(?! on test set)\b.*?\blm[ _]loss value: (\S+) \|"
+    )
+    NEOX_ARGUMENT = re.compile(r"\.{2,}(default|updated)$")
     MEMORY = re.compile(r"memory \(MB\) \|.*?max allocated: ([\d.]+)")
     STAMP = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
     VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
@@ -130,7 +132,7 @@ class MegatronLog(LogParser):
             self._time = unix_time(stamp[1], "%Y-%m-%d %H:%M:%S") or self._time
         if "iteration" in line and self.STARTED.search(line):
             return self._step(line)
-        if "validation loss" in line and (found := self.VALIDATION.search(line)):
+        if "validation " in line and (found := self.VALIDATION.search(line)):
             loss = number(found[2])
             return [] if loss is None else [LoggedStep(step=int(found[1]), validation_loss=loss)]
         if "memory (MB)" in line and (found := self.MEMORY.search(line)):
@@ -149,7 +151,7 @@ class MegatronLog(LogParser):
     def _setting(self, line: str) -> None:
         if found := self.ENGINE.search(line):
             self.engine[found[1]] = found[2]
-        elif found := self.ARGUMENT.match(line):
+        elif (found := self.ARGUMENT.match(line)) and not self.NEOX_ARGUMENT.search(found[2]):  # with other names there
             self.arguments[found[1]] = found[2]
 
     def _step(self, line: str) -> list[LoggedStep]:
@@ -166,9 +168,9 @@ class MegatronLog(LogParser):
             step=int(head[1]),
             starts=self.starts,
             total_steps=total,
-            samples=_whole(fields.get("global batch size")),
-            consumed_samples=_whole(fields.get("consumed samples")),
-            sequence_length=_whole(fields.get("actual seqlen")),
+            samples=whole(fields.get("global batch size")),
+            consumed_samples=whole(fields.get("consumed samples")),
+            sequence_length=whole(fields.get("actual seqlen")),
             step_time_s=step_time_s,
             time=self._time,
             loss=loss,
@@ -181,90 +183,6 @@ class MegatronLog(LogParser):
         self._time = None  # said of this step; the next one ends later
         self.done = self.done or (total is not None and step.step >= total)
         return [step]
-
-
-class NxdtLog(LogParser):
-    """Progress bars of NeuronX Distributed Training (NeMo on Lightning), and the LOG lines of HLAT's training script.
-
-    Source: AWS Neuron documentation, NxDT tutorials; `log_metrics` of aws-neuron/neuronx-distributed-training;
-    `Logger.log` of awslabs/HLAT.
-    """
-
-    BAR = re.compile(
-        r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?(?:(?P<n>\d+)/(?P<total>\d+) )?"
-        r"\[(?P<clock>[\d:]+)(?:<[^,\]]*)?,(?P<fields>[^\]]*)\]"
-    )
-    LOG = re.compile(r"LOG (\w{3} \w{3} +\d+ [\d:]{8} \d{4}) - \((\d+), (\d+)\) (step_loss : .*)$")
-    FINISHED = re.compile(r"`Trainer\.fit` stopped: `max_\w+=\d+` reached")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: tuple = ()
-        self._validation = ""
-
-    def feed(self, line: str) -> list[LoggedStep]:
-        if "reduced_train_loss=" in line or "global_step=" in line:
-            bars = list(self.BAR.finditer(line))
-            self.skipped_lines += not bars
-            return [step for bar in bars for step in self._bar(bar)]
-        if "step_loss : " in line:
-            return self._log(line)
-        self.done = self.done or bool(self.FINISHED.search(line))
-        return []
-
-    def _bar(self, bar: re.Match) -> list[LoggedStep]:
-        pairs = [part.partition("=") for part in bar["fields"].split(",") if "=" in part]
-        texts = {name.strip(): value.strip() for name, _, value in pairs}
-        fields = {name: value for name, text in texts.items() if (value := number(text)) is not None}
-        if "reduced_train_loss" not in fields or "global_step" not in fields:
-            self.skipped_lines += "global_step" not in fields
-            return []
-        step = int(fields["global_step"]) + 1
-        if step > EXACT_BELOW:  # rounded; the bar's own count is not
-            if bar["n"] is None:
-                self.skipped_lines += 1
-                return []
-            step = int(bar["epoch"]) * int(bar["total"]) + int(bar["n"])
-        validation = texts.get("val_loss", "")
-        new, self._validation = validation != self._validation, validation  # it stays in the bar until the next one
-        said = tuple(texts.get(name) for name in ("global_step", "reduced_train_loss", "lr", "gradient_norm"))
-        again, self._last = said == self._last, said
-        if again:  # the bar was drawn again
-            return [LoggedStep(step=step, validation_loss=fields.get("val_loss"))] if new else []
-        consumed = _whole(fields.get("consumed_samples"))
-        return [
-            LoggedStep(
-                step=step,
-                total_steps=None if bar["total"] is None else int(bar["total"]),
-                consumed_samples=consumed if consumed is not None and consumed < EXACT_BELOW else None,
-                step_time_s=fields.get("train_step_timing in s"),
-                clock_s=_clock(bar["clock"]),
-                loss=fields["reduced_train_loss"],
-                grad_norm=fields.get("gradient_norm"),
-                learning_rate=fields.get("lr"),
-                validation_loss=fields.get("val_loss") if new else None,
-                printed_samples_per_s=fields.get("throughput"),
-            )
-        ]
-
-    def _log(self, line: str) -> list[LoggedStep]:
-        found = self.LOG.search(line)
-        fields = {name: number(text) for name, text in re.findall(r"([\w-]+) : (\S+)", found[4])} if found else {}
-        time = unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
-        if not found or fields.get("step_loss") is None or fields.get("throughput") is None or time is None:
-            self.skipped_lines += 1
-            return []
-        return [
-            LoggedStep(
-                step=int(found[3]),
-                clock_s=time,
-                time=time,
-                loss=fields["step_loss"],
-                grad_norm=fields.get("grad-norm"),
-                learning_rate=fields.get("learning_rate"),
-                printed_samples_per_s=fields["throughput"],
-            )
-        ]
 
 
 def _fields(body: str) -> dict[str, float] | None:
@@ -295,13 +213,9 @@ def number(text: str | None) -> float | None:
         return None
 
 
-def _whole(value: float | None) -> int | None:
-    return int(value) if value is not None and 0 < value < float("inf") else None
-
-
-def _clock(text: str) -> float:
-    """Returns the seconds of `43:24:54` or `03:24`."""
-    return float(sum(60**i * int(part or 0) for i, part in enumerate(reversed(text.split(":")))))
+def whole(value: float | None) -> int | None:
+    """Returns a count, None where there is none or it could be none."""
+    return int(value) if value is not None and 0 < value < 2**63 else None
 
 
 def unix_time(text: str, form: str) -> float | None:

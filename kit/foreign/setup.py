@@ -14,6 +14,15 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""ZeRO stage of each strategy of Megatron-FSDP's."""
+NOT_COUNTED = (
+    "num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_attention_ratio",
+    "hybrid_override_pattern", "hybrid_layer_pattern",
+)  # fmt: skip
+"""Arguments of Megatron's by which a token takes other work than in the kit's decoder."""
+ABSENT = ("None", "False", "0", "0.0", "[1]", "")
+"""The last but one is how Megatron-DeepSpeed prints one expert, that is none."""
 LARGEST_INTERVAL = 10_000
 RECIPE_ARGUMENTS = {
     "lr": "learning_rate", "min_lr": "min_learning_rate", "adam_beta1": "beta1", "adam_beta2": "beta2",
@@ -50,7 +59,7 @@ def describe(
         ConfigError: something is neither in the log nor given, or what was given contradicts the log.
     """
     notes: list[str] = []
-    spec = (spec or megatron_spec(parser.arguments, notes)).replace(**changes["spec"])
+    spec = (spec or _told_spec(parser.arguments, notes)).replace(**changes["spec"])
     batch = _printed_batch(parser.arguments, logged, changes["plan"])
     asked = changes["plan"].get("global_batch_size")
     share = Fraction(asked, batch) if asked else _engine_share(parser, notes)
@@ -70,6 +79,16 @@ def describe(
         spec=spec, plan=plan, recipe=recipe, printed_batch=batch, engine_share=share, interval=interval,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+def _told_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
+    other = next((name for name in NOT_COUNTED if arguments.get(name, "None") not in ABSENT), None)
+    if other:
+        raise ConfigError(
+            f"model: {other} is {arguments[other]} in the log, which the kit's decoder has not: its FLOPs would be "
+            f"wrong. Give --model with a dense model that does as much work for a token."
+        )
+    return megatron_spec(arguments, notes)
 
 
 def _engine_share(parser: LogParser, notes: list[str]) -> Fraction:
@@ -134,25 +153,38 @@ def _told_plan(arguments: dict[str, str], notes: list[str]) -> dict[str, Any]:
     tensor = _whole(arguments, "tensor_model_parallel_size", 1)
     pipeline = _whole(arguments, "pipeline_model_parallel_size", 1)
     virtual = _whole(arguments, "virtual_pipeline_model_parallel_size", 1)
-    if _whole(arguments, "context_parallel_size", 1) > 1:
-        notes.append("context parallelism is counted as data parallelism")
+    context, exchange = _whole(arguments, "context_parallel_size", 1), arguments.get("cp_comm_type", "p2p")
     full = arguments.get("checkpoint_activations") == "True" or arguments.get("recompute_granularity") == "full"
     selective = arguments.get("recompute_granularity") == "selective"
     if arguments.get("fp16") == "True":
         notes.append("fp16 is shown as bf16, which has the same peak on these devices")
+    narrow = arguments.get("fp8", "None") != "None"
+    if narrow:
+        notes.append("matrix products in fp8: utilisation is of the peak in it")
     half = "True" in (arguments.get("bf16"), arguments.get("fp16"))
+    eight = "mxfp8" if arguments.get("fp8_recipe") == "mxfp8" else "fp8"
     return {
         "tensor_parallel": tensor,
         "pipeline_parallel": pipeline,
-        "data_parallel": max(1, _whole(arguments, "world_size", 1) // (tensor * pipeline)),
+        "context_parallel": context,
+        "context_exchange": "all_to_all" if context > 1 and "a2a" in exchange and "p2p" not in exchange else "ring",
+        "data_parallel": max(1, _whole(arguments, "world_size", 1) // (tensor * pipeline * context)),
         "virtual_stages": virtual,
         "schedule": "interleaved" if virtual > 1 else "1f1b",
-        "zero_stage": _whole(arguments, "zero_stage", 0),
+        "zero_stage": _zero_stage(arguments),
         "sequence_parallel": arguments.get("sequence_parallel") == "True" and tensor > 1,
         "recompute": "full" if full else "selective" if selective else "none",
         "micro_batch_size": _whole(arguments, "micro_batch_size", 1),
-        "precision": "bf16" if half else "fp32",
+        "precision": eight if narrow else "bf16" if half else "fp32",
     }
+
+
+def _zero_stage(arguments: dict[str, str]) -> int:
+    """Returns DeepSpeed's stage, or what Megatron-LM's distributed optimizer (1) and FSDP shard as much as."""
+    fsdp = "True" in (arguments.get("use_megatron_fsdp"), arguments.get("use_custom_fsdp"))
+    strategy = arguments.get("data_parallel_sharding_strategy") if fsdp else None
+    stage = 3 if arguments.get("use_torch_fsdp2") == "True" else FSDP_STAGES.get(strategy or "", 0)
+    return max(stage, int(arguments.get("use_distributed_optimizer") == "True"), _whole(arguments, "zero_stage", 0))
 
 
 def _recipe(arguments: dict[str, str], logged: list[LoggedStep], given: dict[str, Any]) -> Recipe:

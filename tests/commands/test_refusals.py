@@ -236,7 +236,7 @@ def test_imports_that_refuse(finished: Run, tmp_path: Path) -> None:
     report = import_log(log, tmp_path / "theirs", format="megatron", site=lumi)
     assert report.steps == 2
     for error, message, source, given in (
-        (ConfigError, "is unknown", log, {"format": "nemo"}),
+        (ConfigError, "is unknown", log, {"format": "neom"}),
         (RunError, "was not imported from", log, {"out": finished.directory}),
         (RunError, "was not imported from", other, {}),
         (DataError, "tells of a step", other, {"out": tmp_path / "new"}),

@@ -60,6 +60,16 @@ I0811 21:55:16.704861 138304841739136 metric_logger.py:226] completed step: 3, s
 I0811 21:55:27.300509       7 profiler_session.cc:121] Profiler session initializing.
 """  # noqa: E501
 """github.com/AI-Hypercomputer/maxtext, pull request 4847."""
+NEMO = """\
+0: Training epoch 0, iteration 28/99 | lr: 5.6e-06 | global_batch_size: 32 | global_step: 28 | reduced_train_loss: 2.778 | train_step_timing in s: 0.189 | consumed_samples: 928 | val_loss: 2.861 | val_ppl: 17.57
+ 0: Training epoch 0, iteration 29/99 | lr: 5.8e-06 | global_batch_size: 32 | global_step: 29 | reduced_train_loss: 2.782 | train_step_timing in s: 0.1903 | consumed_samples: 960 | val_loss: 2.861 | val_ppl: 17.57
+ 0: Training epoch 0, iteration 30/99 | lr: 6e-06 | global_batch_size: 32 | global_step: 30 | reduced_train_loss: 2.709 | train_step_timing in s: 0.1915 | consumed_samples: 992 | val_loss: 2.861 | val_ppl: 17.57
+"""  # noqa: E501
+"""github.com/aws-samples/awsome-distributed-training, the ESM-2 test case, with srun's labels."""
+NEMO_MEMORY = """\
+Training epoch 0, iteration 49/49 | lr: 7.496e-06 | global_batch_size: 128 | global_step: 49 | peak_memory_usage: 70833405952 | memory_allocated: 44271689728 | reduced_train_loss: 11.96 | train_step_timing in s: 12.39 | consumed_samples: 6400
+"""  # noqa: E501
+"""github.com/NVIDIA/dgxc-benchmarking, Llama 3.1."""
 OLD_MAXTEXT = """\
 completed step: 15107, seconds: 2.167, TFLOP/s: 36.722, loss: 2.191
 completed step: 15108, seconds: 2.164, TFLOP/s: 36.771, loss: 2.173
@@ -135,6 +145,8 @@ def imported(tmp_path: Path, text: str, **options) -> tuple[ImportReport, Run]:
     [
         (TORCHTITAN, "torchtitan", [14, 15, 16, 17], [3.24405, 3.1068, 3.05047, 3.14459]),
         (RANKS, "torchtitan", [4, 5], [7.62585, 7.07623]),
+        (NEMO, "nemo", [29, 30, 31], [2.778, 2.782, 2.709]),
+        (NEMO_MEMORY, "nemo", [50], [11.96]),
         (NANOGPT, "nanogpt", [1, *range(2, 32)], [4.2648, *[3.2202] * 10, *[2.7697] * 10, *[2.6104] * 10]),
         (MAXTEXT, "maxtext", [2, 3, 4], [12.979, 12.98, 12.979]),
         (OLD_MAXTEXT, "maxtext", [15108, 15109, 15110], [2.191, 2.173, 2.191]),
@@ -188,6 +200,18 @@ def test_nanogpt_evaluates_within_the_time_of_a_step(tmp_path: Path) -> None:
     at = {int(step): i for i, step in enumerate(metrics["step"])}
     assert metrics["validation_loss"][at[3001]] == 4.0427 and metrics["step_time_s"][at[3001]] < 2
     assert metrics["step_time_s"][at[2991]] == pytest.approx(1.09665) and np.isnan(metrics["loss"][at[3011]])
+
+
+def test_nemo_tells_batch_times_memory_and_a_held_out_loss_once(tmp_path: Path) -> None:
+    report, run = imported(
+        tmp_path, NEMO + NEMO.splitlines()[-1] + "\n" + NEMO[:60] + "\n", plan={"global_batch_size": 32}
+    )
+    metrics = run.metrics()
+    assert (report.attempts, report.skipped_lines) == (1, 1) and run.recipe.num_steps == 100
+    assert metrics["step_time_s"].tolist() == [0.189, 0.1903, 0.1915]
+    assert np.isfinite(metrics["validation_loss"]).tolist() == [True, False, False]
+    _, run = imported(tmp_path, NEMO_MEMORY, plan={"global_batch_size": 128})
+    assert run.metrics()["memory_bytes"].tolist() == [70833405952] and run.recipe.num_steps == 50
 
 
 def test_held_out_losses_between_lines_keep_their_step(tmp_path: Path) -> None:

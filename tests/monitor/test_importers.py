@@ -86,6 +86,97 @@ def megatron(log: Path, site: str = "lumi", **options) -> tuple[ImportReport, Ru
     return report, Run.open(out)
 
 
+MODERN = {
+    "bf16": True, "context_parallel_size": 2, "cp_comm_type": "['p2p']", "fp8": None, "fp8_recipe": "delayed",
+    "group_query_attention": True, "hidden_size": 4096, "ffn_hidden_size": 14336, "log_interval": 10, "lr": 3e-4,
+    "micro_batch_size": 1, "mtp_num_layers": None, "multi_latent_attention": False, "normalization": "RMSNorm",
+    "num_attention_heads": 32, "num_experts": None, "num_layers": 32, "num_query_groups": 8,
+    "pipeline_model_parallel_size": 2, "position_embedding_type": "rope", "recompute_granularity": "selective",
+    "seq_length": 8192, "sequence_parallel": True, "swiglu": True, "tensor_model_parallel_size": 2,
+    "untie_embeddings_and_output_weights": True, "use_distributed_optimizer": True, "window_size": None,
+    "world_size": 64,
+}  # fmt: skip
+"""Arguments of today's Megatron-LM, by the names and values that its logs have: megatron/training/arguments.py."""
+ENDING = """\
+------------------------------------------------------------------------------------------------
+ validation loss at iteration 2500 | lm loss value: 2.866578E+00 | lm loss PPL: 1.757677E+01 |
+------------------------------------------------------------------------------------------------
+[after training is done] datetime: 2025-04-14 18:16:35
+ validation loss at iteration 2500 on test set | lm loss value: 2.867433E+00 | lm loss PPL: 1.759179E+01 |
+"""
+"""As Megatron-LM ends; numbers of a public log."""
+
+
+def modern(log: Path, label: str = "", **arguments) -> tuple[ImportReport, Run]:
+    steps = "".join(
+        f" [2025-04-14 18:16:{second:02}.123456] iteration {step:8d}/    2500 | consumed samples: {step * 64:12d} | "
+        f"elapsed time per iteration (ms): 6000.8 | throughput per GPU (TFLOP/s/GPU): 390.1 | learning rate: "
+        f"1.001599E-05 | global batch size:    64 | lm loss: 2.895528E+00 | loss scale: 1.0 | grad norm: 1.101 | "
+        f"number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        for step, second in ((1, 1), (2490, 33), (2500, 34))
+    )
+    log.write_text(head({**MODERN, **arguments}, vocabulary=128256, label=label) + steps + ENDING)
+    return megatron(log, "dgx-h100")
+
+
+@pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
+def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_set(log: Path, label: str) -> None:
+    report, run = modern(log, label)
+    plan = run.plan
+    assert (plan.context_parallel, plan.context_exchange, plan.data_parallel, plan.zero_stage) == (2, "ring", 8, 1)
+    assert plan.num_devices == 64 and run.spec.num_params == pytest.approx(8.03e9, rel=1e-2)
+    assert report.steps == 1 + 2 * 10, "the first line stands for one step, the others for ten; a gap stays one"
+    assert run.metrics()["validation_loss"][-1] == 2.866578, "not the test set's"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ({"cp_comm_type": "['a2a']"}, "context_exchange", "all_to_all"),
+        ({"use_torch_fsdp2": True, "pipeline_model_parallel_size": 1}, "zero_stage", 3),
+        ({"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads"}, "zero_stage", 2),
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, "zero_stage", 1),
+        ({"fp8": "hybrid"}, "precision", "fp8"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "precision", "mxfp8"),
+        ({"num_experts": "[1]"}, "precision", "bf16"),
+    ],
+)
+def test_todays_megatron_tells_its_options(log: Path, arguments: dict, field: str, value: object) -> None:
+    assert getattr(modern(log, **arguments)[1].plan, field) == value
+
+
+def test_model_with_other_work_a_token_is_refused_until_one_is_given(log: Path) -> None:
+    with pytest.raises(ConfigError, match="num_experts is 8 in the log"):
+        modern(log, num_experts=8)
+    assert not (log.parent / "run").exists()
+    _, run = megatron(log, "dgx-h100", spec=ModelSpec.preset("hlat-7b"))
+    assert run.spec.name == "hlat-7b"
+
+
+NEOX = """\
+-------------------- arguments --------------------
+  hidden_size ..................... 64..........................updated
+  world_size ...................... 8...........................updated
+---------------- end of arguments ----------------
+ samples/sec: 51.234 | iteration       10/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 7.123456E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
+ samples/sec: 51.234 | iteration       20/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 6.5E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
+ samples/sec: 51.234 | iteration       30/      50 | elapsed time per iteration (ms): 9876.5 | learning rate: 1.234E-04 | approx flops per GPU: 150.3TFLOPS | lm_loss: 6.2E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |
+ validation results at iteration 30 | lm_loss value: 6.9E+00 | lm_loss_ppl value: 9.9E+02 |
+"""  # noqa: E501
+"""As megatron/logging.py and neox_args.py of github.com/EleutherAI/gpt-neox print it."""
+
+
+def test_gpt_neox_tells_steps_and_losses_but_not_the_model(log: Path) -> None:
+    log.write_text(NEOX)
+    with pytest.raises(ConfigError, match="does not tell num_layers, hidden_size"):
+        megatron(log, "frontier")
+    plan = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8, "global_batch_size": 512}
+    _, run = megatron(log, "frontier", spec=ModelSpec.preset("demo"), changes={"plan": plan})
+    metrics = run.metrics()
+    assert metrics["step"].tolist() == list(range(1, 31)) and metrics["loss"][[9, 29]].tolist() == [7.123456, 6.2]
+    assert metrics["validation_loss"][-1] == 6.9 and run.recipe.num_steps == 50
+
+
 def test_lumi_log_gives_model_layout_and_the_published_utilisation(log: Path) -> None:
     log.write_text(lumi())
     report, run = megatron(log)
@@ -376,6 +467,19 @@ def test_nxdt_steps_beyond_the_bars_precision_come_from_its_count(log: Path) -> 
     )
     _, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
     assert run.metrics()["step"].tolist() == [150101, 150102]
+
+
+def test_nxdt_steps_that_a_bar_rounds_are_no_repeats(log: Path) -> None:
+    """tqdm writes 995 to 1004 as 1e+3, which is shorter; ten held-out batches are in the bar's own count as well."""
+    log.write_text(
+        "".join(
+            f"Epoch 0:   3%|xx| {step + 11}/301501 [{step}:00<1:00, 60.0s/it, reduced_train_loss=2.5, "
+            f"global_step={'1e+3' if 995 <= step <= 1004 else f'{step}.0'}, consumed_samples={128 * step:.2e}]\n"
+            for step in range(990, 1010)
+        )
+    )
+    report, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
+    assert run.metrics()["step"].tolist() == list(range(991, 1011)) and report.attempts == 1
 
 
 def test_hlat_lines_with_norms_and_a_torn_one(log: Path) -> None:
