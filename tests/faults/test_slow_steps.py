@@ -1,6 +1,7 @@
 """Steps made slow in a known way, in a real run of two ranks: `kit explain` names what was done."""
 
 import json
+import mmap
 import time
 
 import pytest
@@ -29,10 +30,17 @@ CASES = {
 }
 
 
-def burn() -> None:
-    """Computes for as long, whatever else the core does."""
+BURNT = memoryview(mmap.mmap(-1, 2 * 8)).cast("q")
+"""How often each rank has burnt, shared by those that are forked."""
+
+
+def burn(rank: int) -> None:
+    """Computes for as long, whatever else the core does, and on until the other rank has: so neither waits for it."""
     end = time.thread_time() + STALL_S
     while time.thread_time() < end:
+        pass
+    BURNT[rank] += 1
+    while BURNT[1 - rank] < BURNT[rank]:
         pass
 
 
@@ -58,10 +66,10 @@ def sabotage(rank: int) -> None:
 
     Trainer._launch_step = told
     slowed(Batches, "at", "slow data loader", lambda: time.sleep(2 * STALL_S))
-    slowed(NativeEngine, "_update", "slow optimizer", burn)
-    slowed(NativeEngine, "_forward_backward", "slow product on all ranks", burn)
+    slowed(NativeEngine, "_update", "slow optimizer", lambda: burn(rank))
+    slowed(NativeEngine, "_forward_backward", "slow product on all ranks", lambda: burn(rank))
     if rank == 1:
-        slowed(NativeEngine, "_forward_backward", "slow product on rank 1", burn)
+        slowed(NativeEngine, "_forward_backward", "slow product on rank 1", lambda: time.sleep(2 * STALL_S))
     slowed(dist, "all_reduce", "slow all-reduce", lambda: time.sleep(STALL_S))
     slowed(NativeEngine, "_forward_backward", "slow send of gradients", lambda: time.sleep(2 * STALL_S))
 
