@@ -1,4 +1,7 @@
-"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch."""
+"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers reads it. No torch.
+
+A Mistral without a sliding window is read as the Llama that it is, weights by the same names.
+"""
 
 import dataclasses
 import json
@@ -50,6 +53,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "tie_word_embeddings": False,
     },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "sliding_window": 4096,
+    },
     "gpt2": {
         "vocab_size": 50_257,
         "n_embd": 768,
@@ -66,6 +81,7 @@ ROPE_THETA = 10_000.0
 """The same, for rotary frequencies."""
 ALIASES = {
     "llama": {},
+    "mistral": {},
     "gpt2": {
         "hidden_size": "n_embd",
         "num_hidden_layers": "n_layer",
@@ -77,6 +93,7 @@ ALIASES = {
 # What the kit's decoder does, where a configuration could ask for something else.
 FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
+    "mistral": {"hidden_act": "silu", "sliding_window": None},
     "gpt2": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -185,7 +202,7 @@ def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
     given = {ALIASES[kind].get(key, key): value for key, value in config.items()}
     config = {**DEFAULTS[kind], **given}
     _refuse(config, FIXED[kind])
-    return _llama(config, name) if kind == "llama" else _gpt2(config, name)
+    return _gpt2(config, name) if kind == "gpt2" else _llama(config, name)
 
 
 def _refuse_experts(config: dict[str, Any]) -> None:
@@ -198,6 +215,7 @@ def _refuse_experts(config: dict[str, Any]) -> None:
 
 
 def _llama(config: dict[str, Any], name: str) -> ModelSpec:
+    config = {"attention_bias": False, "mlp_bias": False, **config}  # a Mistral has none
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     _refuse(config, {"head_dim": hidden // heads})
     if config["attention_bias"] != config["mlp_bias"]:
@@ -251,5 +269,6 @@ def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:
         found = config.get(key)
         if found is not None and found != value:
             raise ConfigError(
-                f"config.{key}: {found!r} cannot be imported, the kit's decoder has {value!r} only. {ELSEWHERE}"
+                f"config.{key}: {found!r} cannot be imported, the kit's decoder has "
+                f"{'none' if value is None else f'{value!r} only'}. {ELSEWHERE}"
             )

@@ -119,7 +119,8 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "config.model_type: 'mistral' cannot be imported.*Allowed: gpt2, llama"),
+        ({"model_type": "qwen3"}, "config.model_type: 'qwen3' cannot be imported.*Allowed: gpt2, llama, mistral"),
+        ({"model_type": "mistral"}, "config.sliding_window: 4096 cannot be imported, the kit's decoder has none"),
         ({"hidden_act": "gelu"}, "config.hidden_act: 'gelu' cannot be imported, the kit's decoder has 'silu' only"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "config.rope_parameters: .*'default' or 'llama3'"),
         ({"rope_parameters": {"type": "linear", "factor": 2.0}}, "config.rope_parameters: .*'linear'"),
@@ -156,6 +157,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 5e5, "rope_type": "linear"},
     {"rope_parameters": {}, "rope_scaling": None, "partial_rotary_factor": 1.0},
     {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 2, "rope_theta": 1e6},
 ]
 
 
@@ -163,8 +165,8 @@ CONFIGS: list[dict[str, Any]] = [
 def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
     size = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32}
     given: dict[str, Any] = {"model_type": "llama", "vocab_size": 300, **size, **config}
-    found, theirs = spec_of(given, name="x"), transformers.LlamaConfig(**copy.deepcopy(given))
-    model = transformers.LlamaForCausalLM(theirs)
+    found, theirs = spec_of(given, name="x"), transformers.AutoConfig.for_model(**copy.deepcopy(given))
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
     theirs_of = model.state_dict().__getitem__
     decoder = Weights.read_by(found, lambda name: from_theirs(found, name, theirs_of), Path("here")).decoder()
     assert found.sequence_length == theirs.max_position_embeddings and found.norm_eps == theirs.rms_norm_eps
