@@ -11,8 +11,12 @@ from cluster.state import take_request, update_state
 
 run_dir, num_steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 rank, attempt = int(os.environ["RANK"]), int(os.environ["KIT_ATTEMPT"])
-saved, stopped = run_dir / "saved", run_dir / f"stopped_{attempt}"
-step = int(saved.read_text()) if saved.exists() else 0
+saved, begun, stopped = run_dir / "saved", run_dir / f"begun_{attempt}", run_dir / f"stopped_{attempt}"
+if rank == 0:
+    write_atomic(begun, saved.read_text() if saved.exists() else "0")
+while not begun.exists():  # rank 0 may have saved already when this one starts
+    time.sleep(0.02)
+step = int(begun.read_text())
 print(f"attempt {attempt} rank {rank} from step {step}", flush=True)
 while step < num_steps and not stopped.exists():
     time.sleep(step_time_s)
