@@ -68,7 +68,7 @@ def spikes_figure(runs: Runs = ()) -> tuple[Any, Rows]:
             right.plot(
                 held_out[name].x, held_out[name].y, label=name, marker="o", markersize=3, linewidth=width, **style
             )
-        begin = next(row["step"] for row in arms["nothing"] if row["stands_out"])
+        begin = _begin(arms)
         garbled = sum(row["stands_out"] for row in arms["skip"])
         for axis in (left, right):
             axis.set(xlabel="step", xlim=(begin - 45, None))
@@ -123,11 +123,17 @@ def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
 
 def worst_after(arms: dict[str, Steps]) -> dict[str, float]:
     """Returns the highest held-out loss of each arm from the spike on."""
-    begin = next(row["step"] for row in arms["nothing"] if row["stands_out"])
+    begin = _begin(arms)
     return {
         name: max(row["validation_loss"] for row in rows if row["step"] >= begin and row["validation_loss"] is not None)
         for name, rows in arms.items()
     }
+
+
+def _begin(arms: dict[str, Steps]) -> int:
+    """Returns the first step of damaged data, whether or not its loss stands out."""
+    pairs = zip(arms["nothing"], arms["no spike"], strict=False)
+    return next(row["step"] for row, calm in pairs if row["loss"] != calm["loss"])
 
 
 def _spike_caption(arms: dict[str, Steps]) -> tuple[str, str, str]:
