@@ -18,7 +18,7 @@ STEPS, CHECKPOINT_EVERY = 60, 20
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
 """What is scored at each checkpoint: a part of the items."""
-SPIKE_RECIPE = Recipe(data="", num_steps=140, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
+SPIKE_RECIPE = Recipe(data="", num_steps=130, learning_rate=4e-3, min_learning_rate=4e-4, warmup_steps=20,
                       decay_steps=400, cosine_floor="clamped")  # fmt: skip
 PRECISION_RECIPE = Recipe(data="", num_steps=100, learning_rate=3e-4, min_learning_rate=3e-5, warmup_steps=20,
                           cosine_floor="clamped")  # fmt: skip

@@ -19,8 +19,8 @@ SPEC = ModelSpec.llama(
     name="llama-small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=176,
     vocab_size=4096, sequence_length=64,
 )  # fmt: skip
-BATCH, VALIDATION = 12, 32
-"""Sequences of a step, so many that noise of text hides no spike, and of the held-out loss."""
+BATCH, SPIKE_BATCH, VALIDATION = 8, 12, 32
+"""Sequences of a step, of one beside which a spike is to stand out from the noise of text, and of the held-out loss."""
 VALIDATE_EVERY = 10
 GARBLED = range(100, 106)
 """Batches whose tokens are replaced by random ones: a damaged shard. They are what makes the spike."""
@@ -67,8 +67,10 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
 class SmallTraining:
     """One small model in training by torch's AdamW in fp32; all that is stored is then rounded to its numbers."""
 
-    def __init__(self, data: Dataset, recipe: Recipe, precision: Precision = PRECISIONS[0]) -> None:
-        self.recipe, self.precision = recipe, precision
+    def __init__(
+        self, data: Dataset, recipe: Recipe, precision: Precision = PRECISIONS[0], batch_size: int = BATCH
+    ) -> None:
+        self.recipe, self.precision, self.batch_size = recipe, precision, batch_size
         self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
         held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
         self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
@@ -79,7 +81,7 @@ class SmallTraining:
         self.generator = torch.Generator().manual_seed(recipe.seed)
 
     def gradients(self, tokens: Tensor) -> tuple[float, float]:
-        """Computes gradients of tokens [BATCH, T + 1], clipped; returns loss and gradient norm before clipping."""
+        """Computes gradients of tokens [B, T + 1], clipped; returns loss and gradient norm before clipping."""
         self.model.load_state_dict(self.stored.state_dict())
         self.model.zero_grad()
         loss = self._loss(tokens)
@@ -113,8 +115,8 @@ class SmallTraining:
         return self.model(tokens[:, :-1], tokens[:, 1:])
 
     def batch(self, number: int) -> Tensor:
-        """Returns one batch of text, [BATCH, T + 1]."""
-        return torch.from_numpy(self.samples.batch(number * BATCH, BATCH))
+        """Returns one batch of text, [B, T + 1]."""
+        return torch.from_numpy(self.samples.batch(number * self.batch_size, self.batch_size))
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns copies of all that is stored."""
@@ -135,7 +137,7 @@ def train_with_spike(data: Dataset, recipe: Recipe, answers: Sequence[Answer]) -
     2205.01068, section 2.5). What comes before the spike is the same in all, and is trained once. Each row: step, loss,
     grad_norm, learning_rate, stands_out, applied, validation_loss or None.
     """
-    training = SmallTraining(data, recipe)
+    training = SmallTraining(data, recipe, batch_size=SPIKE_BATCH)
     common = _answered(training, range(1, GARBLED.start), "no spike", [])
     saved, losses = training.save(), [row["loss"] for row in common]
     arms = {}
