@@ -17,6 +17,8 @@ from cluster.site import Site
 MANY_NODES, STORM_NODES = 16, 64
 """Nodes from which a start out of the shared file system is warned of, and refused. 64 nodes of Frontier took 500 s to
 import (github.com/glotzerlab/software, pull request 335)."""
+SIGNAL_EARLY_S = 60
+"""So much earlier than asked for, at most, does Slurm send a signal before the time limit (`sbatch --signal`)."""
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc", "enroot")
 
 
@@ -155,10 +157,12 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
             f"the job asks for that, stops in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
-    if limit_s is not None and limit_s <= slurm.stop_before_end_s:
+    # What Slurm signals as it starts a job may be lost: the batch shell is not there yet.
+    if limit_s is not None and limit_s <= slurm.stop_before_end_s + SIGNAL_EARLY_S:
         found.append(
             f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the end in which the job "
-            f"is told to save and stop. Ask for more time, or lower site.slurm.stop_before_end_s."
+            f"is told to save and stop, by Slurm up to {SIGNAL_EARLY_S} s early. Ask for more time, or lower "
+            f"site.slurm.stop_before_end_s."
         )
     return found
 

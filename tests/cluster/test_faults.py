@@ -223,7 +223,8 @@ def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
 
 
 def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
-    soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=30))
+    # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when no shell is there.
+    soon = site.replace(slurm=site.slurm.replace(stop_before_end_s=10))
     job = standin(tmp_path / "limit", soon, num_steps=350, time_limit_s=60)
     start = time.time()
     stopped = event(job, "requeued", start, 90)

@@ -126,7 +126,10 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     run = prepare("gone", num_steps=100_000, checkpoint_every=3)
     attempt = Attempt(run)
     attempt.until_step(5)
-    run.directory.rename(run.directory.with_name("aside"))  # at once, so that no rank is caught in the middle
+    beaten = (run.directory / "state.json").stat().st_ino
+    while (run.directory / "state.json").stat().st_ino == beaten:
+        time.sleep(0.001)
+    run.directory.rename(run.directory.with_name("aside"))  # just after a heartbeat: no rank is caught in the middle
     if replaced:
         run.directory.mkdir()
     start = time.monotonic()
