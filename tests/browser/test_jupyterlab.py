@@ -141,7 +141,8 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run) -> None:
 def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run) -> None:
     job = process(run)
     saved = notebook.save()
-    assert len(notebook.file.read_bytes()) < 300_000 and "widgets" not in saved.metadata
+    # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the noisiest.
+    assert len(notebook.file.read_bytes()) < 400_000 and "widgets" not in saved.metadata
     notebook.lab.stop()
     assert job.is_alive and read_status(run.directory).state is JobState.RUNNING
     notebook.lab.start()
