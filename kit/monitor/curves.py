@@ -105,7 +105,10 @@ class Curves:
         last = edges[1:] - 1
         centre = {name: self[name] if name in SCHEDULED else self.average(name) for name in names}
         rows = [row for name in names for row in (*envelope(self[name], edges), centre[name][last])]
-        return x[last], np.stack(rows)
+        at = x[last]
+        if len(at) > 1:
+            at[0] = x[edges[0]]  # of the last step in each pixel, but what is shown begins with the first one
+        return at, np.stack(rows)
 
     def _utilise(self, speed: np.ndarray, attempts: np.ndarray) -> None:
         """Takes over MFU and HFU of further steps; a value above 1 is none."""

@@ -176,6 +176,9 @@ def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path) -> None
     assert (screen.view.start, screen.view.end) == (600, 750)
     assert screen.text(".kit-log").startswith("step 700 of 1000")
     screen.photograph("alert")
+    screen.page.get_by_role("button", name="Whole run").click()
+    screen.settle(700)
+    assert "from step 1 on" in screen.page.get_by_role("img", name="Loss").get_attribute("aria-label")
 
 
 def test_ranks_stages_attempts_and_baselines(open_screen, tmp_path) -> None:
@@ -222,11 +225,16 @@ def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_pa
     assert screen.text(".kit-badge") == "… starting" and "peak unknown" not in screen.text(".kit-tiles")
     say(run, JobState.RUNNING, step=20)
     add_rows(run, 1, 20)
+    screen.tick()
+    screen.settle()
+    button = screen.page.get_by_role("button", name="Checkpoint now")
+    place = button.bounding_box()
     with (run.directory / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 21, "attempt": 1, "step_time_s": 1.0, "tokens": 4096, "loss": NaN}\nnot ours\n')
     screen.tick()
     screen.settle()
     assert "step 21: loss is not finite" in screen.text(".kit-alerts")
+    assert button.bounding_box() == place, "no alert moves a button from under a hand"
     assert screen.text(".kit-notice") == "1 unreadable metric lines skipped"
     shutil.rmtree(run.directory)
     screen.tick()

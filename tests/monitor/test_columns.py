@@ -222,6 +222,8 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path: Pat
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
     assert values[4].tolist() == pytest.approx([0.2048] * 10 + [0.4096])
+    coarse, _ = curves.window(("loss",), axis="step", width=3, start=None, end=None, log=False)
+    assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
     fresh = Average(0.5).update(columns["loss"])
     np.testing.assert_allclose(values[2], fresh)
 

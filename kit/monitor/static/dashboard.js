@@ -93,13 +93,6 @@ function render({ model, el }) {
   const mix = make("p", "kit-muted", root);
   goodput.setAttribute("role", "img");
 
-  // --- alerts
-  const alerts = make("ul", "kit-alerts", root);
-  alerts.setAttribute("role", "log");
-  alerts.setAttribute("aria-live", "polite");
-  alerts.setAttribute("aria-label", "alerts");
-  let allAlerts = false;
-
   // --- controls
   const tools = make("div", "kit-tools", root);
   const chooser = (label, options, change) => {
@@ -152,6 +145,13 @@ function render({ model, el }) {
   }
   const history = make("div", "kit-muted kit-history", root);
   history.setAttribute("role", "status");
+
+  // --- alerts: below the buttons, which must not move under a hand when one comes
+  const alerts = make("ul", "kit-alerts", root);
+  alerts.setAttribute("role", "log");
+  alerts.setAttribute("aria-live", "polite");
+  alerts.setAttribute("aria-label", "alerts");
+  let allAlerts = false;
 
   // --- charts
   const grid = make("div", "kit-grid", root);
