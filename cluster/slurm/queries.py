@@ -150,12 +150,17 @@ def _ended(job_id: str, config: str | None) -> Look | None:
     """
     if found := _show(job_id, config):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
-    words = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode"]
+    words = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={job_id}", "--format=State,ExitCode,End"]
     try:
         lines = slurm_command(words, config).splitlines()
     except JobError:  # no accounting here
         return None
-    return _final(*lines[-1].split("|", 1)) if lines else None
+    if not lines:
+        return None
+    native, exit_code, end = lines[-1].split("|")
+    # The word of a job's start may come late, with the state of now; the exit code comes with the word of its end.
+    told = end != "Unknown" or not STATES.get(native.split()[0].rstrip("+"), JobState.LOST).is_final
+    return _final(native if told else "COMPLETING", exit_code)
 
 
 def _final(native: str, exit_code: str, reason: str = "") -> Look:

@@ -300,6 +300,21 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch):
     assert Poller(slurm.look).look(job).state is None, "else it would be sent a second time"
 
 
+def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch):
+    rows = {"1": "FAILED|0:0|Unknown", "2": "FAILED|3:0|2026-11-23T22:33:01", "3": "RUNNING|0:0|Unknown"}
+
+    def answer(words, config, cwd=None):
+        if words[0] == "scontrol":
+            raise JobError("slurm_load_jobs error: Invalid job id specified")
+        return next((row + "\n" for number, row in rows.items() if f"--jobs={number}" in words[1:]), "")
+
+    monkeypatch.setattr(slurm_queries, "_squeue", lambda ids, config: {})
+    monkeypatch.setattr(slurm_queries, "slurm_command", answer)
+    found = slurm.look([SchedulerJob(scheduler="slurm", id=number) for number in rows])
+    told = [(each.state, each.exit_code) for each in found.values()]
+    assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
+
+
 def test_compilation_ahead_of_a_refused_job_is_cancelled(tmp_path, monkeypatch):
     words_seen = []
 
