@@ -34,7 +34,7 @@ pytest-ranks:
 	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
 
 pytest-rest:
-	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py \
+	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py --ignore tests/test_readme.py \
 	    $(RANKS:%=--ignore=%) $(VIEWS:%=--ignore=%)
 
 pytest-views:
@@ -44,7 +44,7 @@ pytest-faults:
 	$(BIN)/python -m pytest -q --durations=10 tests/cluster/test_faults.py
 
 pytest-notebooks:
-	$(BIN)/python -m pytest -q --durations=10 tests/test_notebooks.py
+	$(BIN)/python -m pytest -q --durations=10 tests/test_readme.py tests/test_notebooks.py
 
 pytest-launching:
 	$(BIN)/python -m pytest -q --durations=10 --ignore tests/cluster/test_faults.py tests/cluster

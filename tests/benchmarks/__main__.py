@@ -32,11 +32,9 @@ from tests.benchmarks import (
     startup,
     train_speed,
 )
-from tests.benchmarks.headlines import write_headlines
-from tests.benchmarks.tables import table, write_tables
+from tests.benchmarks.headlines import DOCUMENTS, refresh
+from tests.benchmarks.tables import table
 
-DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
-"""Whose tables are refreshed, below the current directory."""
 BENCHMARKS: dict[str, Callable[[Path, Dataset], list[Row]]] = {
     "train_speed": lambda workplace, dataset: train_speed.measure(workplace),
     "engines": lambda workplace, dataset: engines.measure(workplace),
@@ -80,14 +78,12 @@ def main() -> int:
             name, command = gpu.results_name(options.model), f"{command} --model {options.model}"
         results = write_results(name, rows, command=command, load_before=load)
         console.print(Markdown(table(results)))
-    write_headlines()
-    for document in DOCUMENTS:
-        try:
-            written, kept = write_tables(document)
-        except ConfigError as error:
-            console.print(f"[red]{escape(str(error))}[/]")
-            return 1
-        console.print(f"{document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}")
+    try:
+        for line in refresh(*DOCUMENTS):
+            console.print(line)
+    except ConfigError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 1
     return 0
 
 

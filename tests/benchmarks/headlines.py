@@ -1,17 +1,46 @@
-"""Five numbers that stand for the rest on the first page: a row of each of five results, misses included."""
+"""What the first page says was measured: a sentence, a plan, and five rows, those that were met first.
 
+`python -m tests.benchmarks.headlines` refreshes it, and the tables of BENCHMARKS.md, from `results/`.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-from kit.show.results import RESULTS, Results, Row, write_results
+from kit.show.results import RESULTS, Results, Row, format_value
+from tests.benchmarks.tables import write_tables
 
+DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
+"""Whose tables are refreshed, below the current directory."""
 HEADLINES = {
-    "train_speed": "kit / plain loop, 1 thread, llama-100m",
-    "training_faults": "SIGKILL: steps lost beyond the last complete checkpoint",
-    "validate": "never met, 0 runs: coverage of the 90 % interval",
-    "monitor": "kernel CPU at 4 Hz, of one core",
-    "evaluate": "kit / HFLM, SmolLM2-135M, all",
+    "evaluate": ("kit / HFLM, SmolLM2-135M, all", "scoring SmolLM2-135M, items/s over those of lm-eval's own class"),
+    "training_faults": (
+        "SIGKILL: steps lost beyond the last complete checkpoint",
+        "steps lost when ranks are killed, beyond the last complete checkpoint",
+    ),
+    "validate": (
+        "never met, 0 runs: coverage of the 90 % interval",
+        "step times inside the planner's 90 % interval, on machines that it had never met",
+    ),
+    "train_speed": (
+        "kit / plain loop, 1 thread, llama-100m",
+        "training a Llama of 110M on one thread, tokens/s over those of a plain loop",
+    ),
+    "monitor": ("kernel CPU at 4 Hz, of one core", "CPU of the live dashboard at four updates a second, of one core"),
 }
-"""Results by name, and the row of each."""
+"""Results by name; the row of each, and how a newcomer reads it."""
+ERROR = "published runs, their own group held out: median error"
+STRANGER = "never met, 0 runs: mean error"
+SEARCH = "Search: 1T on 3,072 devices, whole space"
 
 
 def write_headlines(directory: Path = RESULTS) -> bool:
@@ -20,13 +49,90 @@ def write_headlines(directory: Path = RESULTS) -> bool:
     Raises:
         KeyError: results have no such row.
     """
-    if not all((directory / f"{name}.json").exists() for name in HEADLINES):
+    found = _measured(directory)
+    if not found:
         return False
-    found: list[Results] = [Results.read(directory / f"{name}.json") for name in HEADLINES]
-    rows: list[Row] = []
-    for results in found:
-        by_name = {row.name: row for row in results.rows}
-        rows.append(by_name[HEADLINES[results.name]])
-    load = max(results.load_before for results in found)
-    write_results("headlines", rows, command="make bench faults", load_before=load, directory=directory)
+    rows = []
+    for name, (row, title) in HEADLINES.items():
+        picked = _row(found[name], row)
+        rows.append(dataclasses.replace(picked, name=title, note=picked.note.split(":")[0]))
+    rows.sort(key=lambda row: row.ok is False)
+    days = sorted(results.date.split()[0] for results in found.values())
+    Results(
+        name="headlines",
+        command="make bench faults`, `kit validate",
+        machine=found["validate"].machine,
+        date=" to ".join(dict.fromkeys((days[0], days[-1]))),
+        load_before=max(results.load_before for results in found.values()),
+        rows=tuple(rows),
+    ).write(directory / "headlines.json")
     return True
+
+
+def front(directory: Path = RESULTS) -> str | None:
+    """Returns the sentence of the first page, made of measured rows; None where they were not measured here."""
+    found = _measured(directory)
+    if not found:
+        return None
+    validated = found["validate"]
+    error, stranger, search = (_row(validated, name) for name in (ERROR, STRANGER, SEARCH))
+    kills = _row(found["training_faults"], HEADLINES["training_faults"][0])
+    return textwrap.fill(
+        f"**Measured:** the planner's median error in step time is {_value(error)} on {error.note}; on a machine of which "
+        f"it has seen no run, its mean error is {_value(stranger)}. It searches every layout of a 1T model on 3,072 devices "
+        f"in {_value(search)} on one core. Training survived {kills.note}.",
+        width=128,
+    )
+
+
+def plan_example(document: Path = Path("README.md")) -> str:
+    """Returns, as a code block, why `kit plan` chooses its layout: the command that `document` shows, at 80 columns."""
+    command = next(line[2:] for line in document.read_text().splitlines() if line.startswith("$ kit plan "))
+    told = in_terminal([sys.executable, "-m", *command.split()])
+    return f"```\n$ {command}\n{told[told.index('layout  ') :].strip()}\n```"
+
+
+def in_terminal(command: list[str], columns: int = 80) -> str:
+    """Returns what a command prints on a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {**os.environ, "TERM": "dumb", "NO_COLOR": "1"}
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=environment):
+        os.close(theirs)
+        told = b""
+        with contextlib.suppress(OSError):  # the end of a terminal is an error
+            while part := os.read(ours, 1 << 16):
+                told += part
+    os.close(ours)
+    return "".join(line.rstrip() + "\n" for line in told.decode().splitlines())
+
+
+def refresh(*documents: Path) -> Iterator[str]:
+    """Rewrites what the documents say was measured, and yields a line for each of them.
+
+    Raises:
+        ConfigError: as `write_tables`.
+    """
+    write_headlines()
+    texts = {"front": front(), "plan": plan_example()}
+    for document in documents:
+        written, kept = write_tables(document, texts=texts)
+        yield f"{document}: refreshed {', '.join(written) or 'nothing'}; kept {', '.join(kept) or 'nothing'}"
+
+
+def _measured(directory: Path) -> dict[str, Results]:
+    """Returns the results that the first page needs; none where one is missing."""
+    files = {name: directory / f"{name}.json" for name in HEADLINES}
+    return {n: Results.read(f) for n, f in files.items()} if all(f.exists() for f in files.values()) else {}
+
+
+def _value(row: Row) -> str:
+    return format_value(row.value, row.unit)
+
+
+def _row(results: Results, name: str) -> Row:
+    return {row.name: row for row in results.rows}[name]
+
+
+if __name__ == "__main__":
+    print(*refresh(*DOCUMENTS), sep="\n")

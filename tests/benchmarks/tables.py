@@ -5,18 +5,22 @@ is replaced, so that no measured number is ever typed.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.record import ConfigError, write_atomic
 from kit.show.results import RESULTS, Results, format_value
 
 
-def write_tables(document: Path, *, directory: Path = RESULTS) -> tuple[list[str], list[str]]:
+def write_tables(
+    document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
+) -> tuple[list[str], list[str]]:
     """Replaces the tables of `document` and returns the names written, and those kept for want of results.
 
     Args:
         document: has the markers; it is written only if all of them, and all results, are in order.
         directory: of the results.
+        texts: what stands between the markers of a name instead of a table; None keeps what is there.
 
     Raises:
         ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
@@ -28,12 +32,16 @@ def write_tables(document: Path, *, directory: Path = RESULTS) -> tuple[list[str
     written, kept = [], []
 
     def replaced(match: re.Match) -> str:
-        file = directory / f"{match[1]}.json"
-        if not file.exists():
-            kept.append(match[1])
+        name, file = match[1], directory / f"{match[1]}.json"
+        if name in (texts or {}):
+            text = (texts or {})[name]
+        else:
+            text = table(Results.read(file)) if file.exists() else None
+        if text is None:
+            kept.append(name)
             return match[0]
-        written.append(match[1])
-        return f"<!-- bench:{match[1]} -->\n{table(Results.read(file))}\n<!-- /bench:{match[1]} -->"
+        written.append(name)
+        return f"<!-- bench:{name} -->\n{text}\n<!-- /bench:{name} -->"
 
     changed = re.sub(r"^<!-- bench:(\w+) -->$.*?^<!-- /bench:\1 -->$", replaced, text, flags=re.M | re.S)
     if changed != text:

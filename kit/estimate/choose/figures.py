@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from kit.errors import ConfigError
 from kit.estimate.choose.search import Search
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.memory import TERMS, StageMemory
 from kit.show.style import Rows, new_figure
-from kit.show.theme import BLUE, GREEN, GREY, OLIVE, SLATE, VERMILION
+from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
 TIME_COLOURS = {
@@ -21,8 +20,6 @@ TIME_COLOURS = {
     "overhead": "#BFBFBF",
 }  # fmt: skip
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
-SERIES = ("#0072B2", "#B34D00", "#007A5A", "#9A4A78", OLIVE, SLATE, "#56A0D3", "#E39A63", "#6DBFA4", "#CC97B6")
-MARKERS = "oDs^vP*<>X"
 
 
 def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tuple[Any, Rows]:
@@ -112,31 +109,31 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 
 
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
-    """Returns predicted against measured step times, each prediction made without its group, and a table of errors.
+    """Returns the errors of predicted step times, a row for each data set, and their table.
 
-    `groups` are (measured, predicted) seconds by name of the data set.
-
-    Raises:
-        ConfigError: more groups than there are markers.
+    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the bar holds
+    nine runs of ten, the ring is the median. An error is the predicted over the measured time, less one.
     """
-    if len(groups) > len(MARKERS):
-        raise ConfigError(f"groups: {len(groups)} are too many for one picture. Give at most {len(MARKERS)}.")
     rows: Rows = []
-    with new_figure(height=5.6) as (figure, axis):
-        for (name, (measured, predicted)), marker, colour in zip(groups.items(), MARKERS, SERIES, strict=False):
-            error = np.abs(predicted / measured - 1)
-            rows.append({"rows": name, "number": len(measured), "mean error": float(error.mean()),
-                         "median error": float(np.median(error)), "worst": float(error.max())})  # fmt: skip
-            axis.plot(measured, predicted, marker, color=colour, alpha=0.55, markersize=3.5,
-                      label=f"{name}: {len(measured)}, {100 * error.mean():.1f} %")  # fmt: skip
-        every = np.concatenate([np.concatenate(pair) for pair in groups.values()])
-        ends = np.array([every.min() / 1.3, every.max() * 1.3])
-        axis.plot(ends, ends, color=GREY, linewidth=1)
-        axis.fill_between(ends, ends / 1.1, ends * 1.1, color=GREY, alpha=0.15, linewidth=0, label="within 10 %")
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds per step",
-                 ylabel="predicted seconds per step", title=title)  # fmt: skip
-        figure.legend(loc="outside lower left", ncols=2, title="rows, and their mean error", alignment="left")
-        plain_ticks(axis)
+    jitter = np.random.default_rng(0)  # dots of a row do not hide each other
+    with new_figure(height=0.8 + 0.36 * len(groups)) as (figure, axis):
+        for place, (name, (measured, predicted)) in enumerate(groups.items()):
+            percent = 100 * (predicted / measured - 1)
+            low, middle, high = np.quantile(percent, (0.05, 0.5, 0.95))
+            heights = place + jitter.uniform(-0.28, 0.28, len(percent))
+            axis.plot(percent, heights, ".", color=BLUE, alpha=0.3, markersize=3)
+            bar = {"linewidth": 5, "alpha": 0.45, "solid_capstyle": "butt"}
+            axis.plot([low, high], [place, place], color=BLUE, **bar)
+            axis.plot(middle, place, "o", color="white", markeredgecolor=BLUE, markersize=6)
+            off = np.abs(percent) / 100
+            errors = {"mean error": off.mean(), "median error": np.median(off), "worst": off.max()}
+            rows.append({"rows": name, "number": len(measured)} | {k: float(v) for k, v in errors.items()})
+        axis.axvline(0, color=GREY, linewidth=1)
+        axis.set(title=title, ylim=(len(groups) - 0.4, -0.6))
+        axis.set_xlabel("predicted against measured step time, %\n(dot: a run; bar: nine runs of ten; ring: median)")
+        axis.set_yticks(range(len(groups)), list(groups))
+        counts = [f"{row['number']} runs, mean {row['mean error']:.1%}" for row in rows]
+        axis.secondary_yaxis("right").set_yticks(range(len(groups)), counts)
     return figure, rows
 
 

@@ -72,6 +72,7 @@ def validate(
     for name, machine in everything.items():
         errors[name], half = _held_out(machine, priors[name])
         table += _rows_of_machine(machine, errors[name], half)
+    table.append(_row_of_all(list(errors.values())))
     table += new_machine(everything)
     table += _regret_rows(everything, errors)
     return tuple([*table, *memory_validation(), *search_validation()])
@@ -125,6 +126,15 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
         rows.append(row("Frontier paper's rows inside the interval", float(np.mean(inside)), "fraction", at_least=1.0,
                         note=text))  # fmt: skip
     return rows
+
+
+def _row_of_all(errors: list[Array]) -> Row:
+    off = [np.abs(error) for error in errors]
+    means, runs = [error.mean() for error in off], np.concatenate(off)
+    note = f"{len(runs):,} published runs of {len(off)} machines, each predicted without its own "
+    note += f"group (mean by machine {100 * min(means):.0f} to {100 * max(means):.0f} %)"
+    name = "published runs, their own group held out: median error"
+    return row(name, float(np.median(runs)), "fraction", note=note)
 
 
 def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> list[Row]:
