@@ -77,12 +77,13 @@ def front(directory: Path = RESULTS) -> str | None:
     validated = found["validate"]
     error, stranger, search = (_row(validated, name) for name in (ERROR, STRANGER, SEARCH))
     kills = _row(found["training_faults"], HEADLINES["training_faults"][0])
-    return textwrap.fill(
-        f"**Measured:** the planner's median error in step time is {_value(error)} on {error.note}; on a machine of which "
-        f"it has seen no run, its mean error is {_value(stranger)}. It searches every layout of a 1T model on 3,072 devices "
-        f"in {_value(search)} on one core. Training survived {kills.note}.",
-        width=128,
+    sentences = (
+        f"**Measured:** the planner's median error in step time is {_value(error)} on {error.note};",
+        f"on a machine of which it has seen no run, its mean error is {_value(stranger)}.",
+        f"It searches every layout of a 1T model on 3,072 devices in {_value(search)} on one core.",
+        f"Training survived {kills.note}.",
     )
+    return textwrap.fill(" ".join(sentences), width=128)
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
