@@ -65,8 +65,10 @@ def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict
         {file for pattern in SMALL for file in run_dir.glob(pattern)} - {run_dir / name for name in MINE}
     ):
         try:
-            told_only = file.match(CHECKPOINT)  # that it is there; it may be large, and serves nobody without its files
-            content = b"" if told_only else file.read_bytes() if file.stat().st_size <= SMALL_BYTES else None
+            # Of a checkpoint that it is there, and since when; its manifest may be large, and serves nobody else.
+            told_only, about = file.match(CHECKPOINT), file.stat()
+            since = json.dumps({"time": about.st_mtime}).encode()
+            content = since if told_only else file.read_bytes() if about.st_size <= SMALL_BYTES else None
         except OSError:  # taken away in between
             continue
         if content is None or file.name.startswith("."):

@@ -10,7 +10,7 @@ import time
 from typing import Any, Literal, get_args
 
 from cluster.job import JobStatus
-from cluster.state import JobError, read_asked, read_taken
+from cluster.state import JobError, read_asked, read_history, read_state, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 from kit.run.alarm import config_file, describe_alarm, find_alarm, send
@@ -70,8 +70,9 @@ class Actions:
                     known = self._progress[name] = self._new(status, taken.asked_at)
                 known.taken_at, known.step = taken.taken_at, taken.step
         for name, progress in self._progress.items():
-            if progress.done_at is None and (note := self._outcome(name, progress, status)):
-                progress.done_at, progress.note = time.time(), note
+            if progress.done_at is None and (outcome := self._outcome(name, progress, status)):
+                when, progress.note = outcome
+                progress.done_at = max(when, progress.taken_at or progress.asked_at)
         return {name: dataclasses.asdict(progress) for name, progress in self._progress.items()}
 
     def _new(self, status: JobStatus, when: float | None = None) -> Progress:
@@ -92,19 +93,29 @@ class Actions:
         except (JobError, RunError, CheckpointError, ConfigError, DataError, OSError) as error:
             progress.done_at, progress.note = time.time(), f"refused: {error}"
 
-    def _outcome(self, name: Name, progress: Progress, status: JobStatus) -> str | None:
-        """Returns how an action has ended, or None while it goes on."""
+    def _outcome(self, name: Name, progress: Progress, status: JobStatus) -> tuple[float, str] | None:
+        """Returns when and how an action has ended, or None while it goes on."""
         if name == "alarm":  # it says itself when it has ended
             return None
         if name == "resume":
-            return f"attempt {status.attempt} started" if status.attempt > progress.attempt else None
-        newest = max(self.run.checkpoints.steps(), default=-1)
-        due = progress.step if progress.step is not None else (progress.checkpoint or -1) + 1
-        if name == "checkpoint" and newest >= due:
-            return f"saved at step {due if progress.step is not None else newest:,}"
+            started = status.attempt > progress.attempt
+            return (self._turned(progress), f"attempt {status.attempt} started") if started else None
+        steps, due = self.run.checkpoints.steps(), progress.step
+        if name == "checkpoint" and steps and steps[-1] >= ((progress.checkpoint or -1) + 1 if due is None else due):
+            saved = steps[-1] if due is None else due
+            when = self.run.checkpoints.saved_at(saved) if saved in steps else 0.0  # a newer one has taken its place
+            return when, f"saved at step {saved:,}"
         if status.state.is_final or status.attempt > progress.attempt:
-            return "the job has ended" if name != "checkpoint" else "the job ended first"
+            return self._turned(progress), "the job has ended" if name != "checkpoint" else "the job ended first"
         return None
+
+    def _turned(self, progress: Progress) -> float:
+        """Returns when the attempt of a request was over or the next had begun; of one that was lost its last word."""
+        for event in read_history(self.run.directory):
+            if event.attempt > progress.attempt or (event.attempt == progress.attempt and event.state.is_final):
+                return event.time
+        state = read_state(self.run.directory)
+        return (state and state.heartbeat) or 0.0
 
 
 def try_alarm(name: str) -> str:

@@ -70,6 +70,13 @@ class Checkpoints:
         found = (int(match[1]) for match in matches if match)
         return sorted(step for step in found if (self.path(step) / MANIFEST).exists())
 
+    def saved_at(self, step: int) -> float:
+        """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0 where nothing tells."""
+        try:
+            return float(json.loads((self.path(step) / MANIFEST).read_text())["time"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0.0
+
     def newest(self) -> int:
         """Returns the step of the newest complete checkpoint.
 

@@ -1,6 +1,7 @@
 """Jobs of the sandbox from a process without Slurm, through a real sshd of its own on a free port."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,9 @@ def test_launch_of_a_training_run(behind, tmp_path):
     assert str(there) in told and str(here) not in told
     (there / "checkpoints" / "step_00000005").mkdir(parents=True)
     (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
+    os.utime(there / "checkpoints" / "step_00000005" / "manifest.json", (1e9, 1e9))
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
+    assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9), "not when it was looked at"
     with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
         run.checkpoints.manifest(5)
     with pytest.raises(RunError, match="finished its 5 steps"):

@@ -1,11 +1,12 @@
 """Requests as every viewer sees them: who asked does not matter, nor whether somebody looked at that moment."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from cluster.state import JobState, ask, take_request
+from cluster.state import Event, JobState, ask, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
 from tests.monitor.recorded import recorded_run, say
@@ -34,6 +35,23 @@ def test_a_request_taken_between_two_looks_is_told_by_all_viewers(run: Run) -> N
     _checkpoint(run, 120)
     told = first.report(run.job.status())["checkpoint"]
     assert told["done_at"] and told["note"] == "saved at step 120"
+
+
+def test_done_is_when_it_was_done_and_not_when_somebody_looked(run: Run) -> None:
+    ask(run.directory, "checkpoint")
+    take_request(run.directory, "checkpoint", step=120)
+    asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
+    _checkpoint(run, 120)
+    (run.checkpoints.path(120) / "manifest.json").write_text(json.dumps({"time": asked + 25}))
+    assert [Actions(run).report(run.job.status())["checkpoint"]["done_at"] for _ in range(3)] == [asked + 25] * 3
+    ask(run.directory, "stop")
+    take_request(run.directory, "stop", step=121)
+    (run.directory / "history.jsonl").write_text(
+        "".join(json.dumps(Event(time=asked + more, attempt=1, state=state).to_dict()) + "\n"
+                for more, state in ((-9, JobState.RUNNING), (30, JobState.STOPPING), (40, JobState.DONE)))
+    )  # fmt: skip
+    status = run.job.status().replace(state=JobState.DONE)
+    assert [Actions(run).report(status)["stop"]["done_at"] for _ in range(3)] == [asked + 40] * 3
 
 
 def test_an_older_checkpoint_does_not_answer_a_newer_request(run: Run) -> None:
