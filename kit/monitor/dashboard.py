@@ -26,7 +26,7 @@ from kit.monitor.outlook import Outlook
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.run.columns import Columns
-from kit.run.metrics import median, utilisation_rates
+from kit.run.metrics import median, time_left_s, utilisation_rates
 from kit.run.tail import CHUNK_BYTES
 
 MAX_WIDTH = 2400
@@ -182,23 +182,20 @@ class Dashboard:
     def _last_step(self) -> dict[str, Any]:
         if not len(self.columns):
             return {"step": 0}
-        run, columns, curves, plan = self.run, self.columns, self.curves, self.run.plan
+        run, columns, curves = self.run, self.columns, self.curves
         recent = slice(-20, None)
         step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
-        speed, steps = median(curves["tokens_per_s"][recent]), self.run.recipe.num_steps
-        left = max(0, steps - int(columns["step"][-1]))
-        memory, price = self.run.site.device.memory_bytes, self.run.site.price_per_node_hour
-        hours = float(np.nansum(columns["step_time_s"])) / 3600
-        nodes = max(1, math.ceil(plan.num_devices / self.run.site.devices_per_node))
+        speed, left = median(curves["tokens_per_s"][recent]), max(0, run.recipe.num_steps - int(columns["step"][-1]))
+        memory, spent = run.site.device.memory_bytes, (self.outlook.goodput or {}).get("usd")
         return {
             "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
             "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
             "tokens": int(curves["tokens"][-1]), "tokens_left": _plain(columns["tokens"][-1] * left),
             "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": median(curves["hfu"][recent]),
             "why_no_mfu": self.why_no_mfu,
-            "eta_s": left * step_time if step_time is not None and not self.status.state.is_final else None,
+            "eta_s": None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps),
             "memory_bytes": _plain(columns["memory_bytes"][-1]), "device_bytes": memory.value if memory else None,
-            "cost": None if price is None else {"value": hours * nodes * price.value, "note": str(price)},
+            "cost": None if spent is None else {"value": spent, "note": str(run.site.price_per_node_hour)},
             "formula": self._formula(),
             "data": "; ".join(filter(None, (
                 mix_words(run.recipe, run.spec.sequence_length, int(curves["tokens"][-1])), logs.hook_words(run)

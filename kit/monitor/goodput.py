@@ -6,14 +6,17 @@ of the time of the nodes in steps that count, as in "ML productivity goodput" of
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from cluster.record import Record, field_doc
+from cluster.site import Site
 from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
 from kit.errors import RunError
+from kit.plan import Plan
 from kit.run import Run
 from kit.run.columns import NAMES, first_steps, parse_lines, supersede
 from kit.run.tail import CHUNK_BYTES, Tail
@@ -41,8 +44,19 @@ class Share(Record):
 
     attempt: int = field_doc("counts the starts of the run from 1")
     devices: int = field_doc("that it held")
+    usd_per_hour: float | None = field_doc("of all its nodes: `usd_per_hour`; None: its site tells no price")
     seconds: dict[str, float] = field_doc("by part")
     end: str = field_doc("how it ended, one line")
+
+    @property
+    def held_s(self) -> float:
+        """Seconds for which it held its devices: all but the waiting."""
+        return sum(seconds for part, seconds in self.seconds.items() if part != "waiting")
+
+    @property
+    def goodput(self) -> float:
+        """Share of its device-hours in steps that count; NaN before it held any."""
+        return self.seconds["productive"] / self.held_s if self.held_s else np.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,9 +66,7 @@ class Ledger(Record):
     run: str = field_doc("its name")
     attempts: tuple[Share, ...] = field_doc("in their order")
     idle_s: float = field_doc("between attempts that nobody had asked for; in no part")
-    price_per_node_hour: float | None = field_doc("USD, of the site")
     watts: float | None = field_doc("of one device, of the site: without hosts, network and cooling")
-    devices_per_node: int = field_doc("of the site")
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -69,29 +81,47 @@ class Ledger(Record):
     @property
     def goodput(self) -> float:
         """Device-seconds in steps that count over all that were held; NaN before any was."""
-        held = sum(_held(share) for share in self.attempts)
+        held = sum(share.devices * share.held_s for share in self.attempts)
         return sum(share.devices * share.seconds["productive"] for share in self.attempts) / held if held else np.nan
+
+    @property
+    def usd(self) -> float | None:
+        """What the nodes have cost so far; None where the site of an attempt tells no price."""
+        spent = [row["usd"] for row in self.rows()]
+        return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each part: seconds, share of the wall time, device-hours, where known price and kWh."""
-        rows, wall_s, price = [], self.wall_s, self.price_per_node_hour
+        rows, wall_s = [], self.wall_s
+        prices = np.array([share.usd_per_hour for share in self.attempts], dtype=float)  # None is NaN
         for part, meaning in PARTS.items():
-            seconds = sum(share.seconds[part] for share in self.attempts)
-            held = 0.0 if part == "waiting" else sum(share.devices * share.seconds[part] for share in self.attempts)
+            each = np.array([share.seconds[part] for share in self.attempts])
+            seconds = float(each.sum())
+            held_s = each * (part != "waiting")
+            held = float(held_s @ [share.devices for share in self.attempts])
             rows.append({
                 "part": part,
                 "seconds": seconds,
                 "share": seconds / wall_s if wall_s else np.nan,
                 "device_hours": held / 3600,
-                "usd": None if price is None else held / 3600 / self.devices_per_node * price,
+                "usd": None if np.isnan(prices).any() else float(held_s @ prices) / 3600,
                 "kwh": None if self.watts is None else held / 3600 * self.watts / 1000,
                 "meaning": meaning,
             })  # fmt: skip
         return rows
 
 
+def usd_per_hour(plan: Plan, site: Site) -> float | None:
+    """Returns the price of an hour of the nodes that a plan takes, None where the site tells none.
+
+    A node that is not full costs what a full one does.
+    """
+    price = site.price_per_node_hour
+    return math.ceil(plan.num_devices / site.devices_per_node) * price.value if price else None
+
+
 def ledger(run: Run) -> Ledger:
-    """Returns where the time of a run went, so far.
+    """Returns where the time of a run went, so far; that of an imported run until the last line with a clock.
 
     Raises:
         RunError: no attempt has begun.
@@ -102,7 +132,8 @@ def ledger(run: Run) -> Ledger:
         events.setdefault(event.attempt, []).append(event)
     if not events:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
-    plans, state = run.plans(), read_state(run.directory)
+    plans, sites = run.plans(), run.other_sites()
+    state = None if run.is_imported else read_state(run.directory)  # whose last sign of life is the log file's
     shares: list[Share] = []
     idle_s, before = 0.0, None
     for attempt, told in sorted(events.items()):
@@ -118,17 +149,15 @@ def ledger(run: Run) -> Ledger:
             else:  # killed with its supervisor: nobody was left to say so
                 shares[-1].seconds["lost"] += gap
         before = end
-        devices = plans.get(attempt, run.plan).num_devices
+        plan = plans.get(attempt, run.plan)
         if any(_is_over(event) for event in told) or attempt == max(events):
             why = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
         else:
             why = "killed with its supervisor, which left no word"
-        shares.append(Share(attempt=attempt, devices=devices, seconds=seconds, end=why))
-    price, watts = run.site.price_per_node_hour, run.site.device.watts
-    return Ledger(
-        run=run.name, attempts=tuple(shares), idle_s=idle_s, devices_per_node=run.site.devices_per_node,
-        price_per_node_hour=price.value if price else None, watts=watts.value if watts else None,
-    )  # fmt: skip
+        price = usd_per_hour(plan, sites.get(attempt, run.site))
+        shares.append(Share(attempt=attempt, devices=plan.num_devices, usd_per_hour=price, seconds=seconds, end=why))
+    watts = run.site.device.watts
+    return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s, watts=watts.value if watts else None)
 
 
 def _attempt(
@@ -185,7 +214,3 @@ def _recorded(run: Run) -> Iterator[np.ndarray]:
 
 def _is_over(event: Event) -> bool:
     return event.state.is_final or event.state in GIVEN_UP
-
-
-def _held(share: Share) -> float:
-    return share.devices * sum(seconds for part, seconds in share.seconds.items() if part != "waiting")

@@ -97,7 +97,8 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
         words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.calibration.label})"
         return band, f"expected: {words}; too few steps to compare", {}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
-        return band, f"no estimate: {str(error).splitlines()[0] if str(error) else type(error).__name__}", {}
+        why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        return band, f"no estimate: {why}", {}
 
 
 def draw_band(axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str) -> None:
@@ -129,4 +130,4 @@ def _goodput(run: Run) -> dict[str, Any]:
     found = ledger(run)
     parts = [{name: row[name] for name in ("part", "seconds", "share", "meaning")} for row in found.rows()]
     share = found.goodput if math.isfinite(found.goodput) else None
-    return {"share": share, "parts": [part for part in parts if part["seconds"] > 0]}
+    return {"share": share, "usd": found.usd, "parts": [part for part in parts if part["seconds"] > 0]}

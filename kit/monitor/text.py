@@ -17,6 +17,7 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
+from kit.run.metrics import time_left_s
 from kit.show.terminal import PlainConsole, Trimmed, keep_drawing, number
 
 STATES = {
@@ -36,10 +37,8 @@ COLOURS_OF_LEVELS = {"warning": "yellow", "error": "red"}
 
 def status_row(run: Run) -> dict[str, Any]:
     """Returns what is known of a run now, as plain values: state, reason, step, loss, speed, MFU, time left."""
-    status, summary = run.job.status(), run.metrics().summary()
-    left = run.recipe.num_steps - summary["step"]
-    step_time_s = summary.get("step_time_s")
-    running = not status.state.is_final and step_time_s is not None
+    status, metrics = run.job.status(), run.metrics()
+    summary = metrics.summary()
     return {
         "run": run.name,
         "state": str(status.state),
@@ -47,7 +46,7 @@ def status_row(run: Run) -> dict[str, Any]:
         **summary,
         "data": mix_words(run.recipe, run.spec.sequence_length, summary.get("tokens") or 0),
         "num_steps": run.recipe.num_steps,
-        "eta_s": left * step_time_s if running else None,
+        "eta_s": None if status.state.is_final else time_left_s(metrics, run.recipe.num_steps),
         "checkpoints": run.checkpoints.steps(),
         "scores": last_scores(run),
         "eval_s": sum(report.seconds for report in eval_reports(run)),

@@ -8,6 +8,7 @@ import numpy as np
 
 from cluster.site import Site
 from kit.estimate.choose.figures import plain_ticks
+from kit.monitor.goodput import usd_per_hour
 from kit.papers.hlat_model import (
     BATCH,
     MAX_RISK,
@@ -201,11 +202,13 @@ def cost_notes() -> list[str]:
 def cost_percent(run: Run) -> Array:
     """Returns cost per 4M tokens of each step of a run, in per cent of the reference; NaN where its site has no price.
 
-    A node that is not full costs what a full one does.
+    Each attempt costs what its own nodes do: `usd_per_hour`.
     """
-    price = run.site.price_per_node_hour
-    hourly = math.ceil(_nodes(run)) * price.value if price else math.nan
-    return 100 * cost_per_tokens(hourly, run.metrics().tokens_per_s) / float(np.median(_reference()))
+    metrics = run.metrics()
+    numbers, index = np.unique(metrics["attempt"], return_inverse=True)
+    known = [(metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site)) for n in map(int, numbers)]
+    hourly = np.array([usd_per_hour(plan, site) for plan, site in known], dtype=float)[index]  # None is NaN
+    return 100 * cost_per_tokens(hourly, metrics.tokens_per_s) / float(np.median(_reference()))
 
 
 def _reference() -> Array:

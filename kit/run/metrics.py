@@ -142,6 +142,23 @@ def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site) -> tuple[float, f
     return spec.flops_per_token() / (peak * devices), spec.hardware_flops_per_token(plan.recompute) / (peak * devices)
 
 
+def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
+    """Returns seconds until a run will have done `num_steps` steps, None where nothing tells how long one takes.
+
+    A step takes what the newest attempt has taken since its first: with validation, saves and all else between steps.
+    It takes no less than the last steps did by themselves: all that is known of a first step, or of a clock set back.
+    """
+    if not len(steps):
+        return None
+    attempt = steps["attempt"] == steps["attempt"][-1]
+    known = attempt & np.isfinite(steps["time"])
+    done, times = steps["step"][known], steps["time"][known]
+    each = [median(steps["step_time_s"][-20:]) or 0.0]
+    if len(done) > 1:
+        each.append(float((times[-1] - times[0]) / (done[-1] - done[0])))
+    return max(0, num_steps - int(steps["step"][-1])) * max(each) if max(each) > 0 else None
+
+
 def refutes_peak(above: int, known: int) -> bool:
     """Returns whether a peak is too low to be true: `above` of `known` steps computed faster than that."""
     return above > MAX_ABOVE_PEAK * known

@@ -206,6 +206,7 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     outlook.again(run)
     outlook.refresh(wait=True)
     assert outlook.verdict.startswith("no estimate: ") and "plan.attempt_01.json" in outlook.verdict
+    assert not outlook.verdict.endswith("."), "a view adds its own full stop"
     assert outlook.band is None
 
 

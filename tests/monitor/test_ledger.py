@@ -1,16 +1,21 @@
 """The ledger of a job's time, on a made history whose truth is known. Real runs: tests/faults and tests/cluster."""
 
-import dataclasses
 import json
 
 import pytest
 from typer.testing import CliRunner
 
+from cluster.job import JobSpec
+from cluster.site import Fact, Site
 from cluster.state import Event, JobState
 from kit.commands.app import app
 from kit.errors import RunError
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.goodput import ledger
+from kit.plan import Plan
+from kit.recipe import Recipe
 from kit.run import Run
+from kit.spec import ModelSpec
 from tests.monitor.steps import lines, row
 
 
@@ -80,20 +85,58 @@ def test_nobody_was_left_to_say_that_it_ended(told):
 def test_prices_and_devices_of_each_attempt(told):
     plan = told.plan.replace(data_parallel=8)
     plan.write(told.directory / "plan.attempt_02.json")
-    priced = dataclasses.replace(ledger(told), price_per_node_hour=32.0, devices_per_node=8, watts=500.0)
-    rows = {row["part"]: row for row in priced.rows()}
+    device, price = told.site.device, Fact(value=36.0, source="the tests")
+    site = told.site.replace(
+        device=device.replace(watts=Fact(value=500.0, source="the tests")),
+        devices_per_node=4,
+        price_per_node_hour=price,
+    )
+    site.write(told.directory / "site.json")
+    found = ledger(Run.open(told.directory))
+    rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
-    assert rows["productive"]["usd"] == pytest.approx(4 * (8 + 8 * 6) / 3600) and rows["waiting"]["usd"] == 0
+    assert rows["productive"]["usd"] == pytest.approx((1 * 8 + 2 * 6) / 100), "a cent a second for 1 node, then for 2"
+    assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
     assert rows["productive"]["kwh"] == pytest.approx(0.5 * (8 + 8 * 6) / 3600)
-    assert priced.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
+    assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
+
+
+def test_dashboard_and_ledger_tell_the_same_cost_of_whole_nodes(tmp_path):
+    """An hour on 16 nodes, half of it validation, then an hour on 4 of the 32 devices of one; 21.50 USD a node-hour."""
+    site = Site.load("trn1.32xlarge")
+    plans = {1: Plan(data_parallel=16 * 32, global_batch_size=512), 2: Plan(data_parallel=4, global_batch_size=512)}
+    recipe = Recipe(data="x", num_steps=1000)
+    run = Run.create(tmp_path / "run", spec=ModelSpec.preset("demo"), plan=plans[2], recipe=recipe, site=site)
+    for attempt, plan in plans.items():
+        plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
+        begin = 1e9 + 3600 * attempt
+        happened(run, attempt, begin, JobState.STARTING)
+        for number in range(1, 11):
+            took, after = (180, 180) if attempt == 1 else (360, 0)
+            step(run, 10 * attempt + number, attempt, begin + 360 * number - after, took, validation_loss=3.0)
+        happened(run, attempt, begin + 3600, JobState.STOPPING)
+        happened(run, attempt, begin + 3600, JobState.DONE, reason="stopped")
+    JobSpec(name="run", run_dir=str(run.directory), argv=("true",), num_processes=4).write(run.directory / "job.json")
+    dashboard = Dashboard(run)
+    dashboard.read()
+    dashboard.outlook.refresh(wait=True)
+    assert ledger(run).usd == pytest.approx(17 * 21.50)
+    assert dashboard.facts()["cost"]["value"] == pytest.approx(17 * 21.50)
+    told = CliRunner().invoke(app, ["goodput", str(run.directory), "--json"]).output
+    assert sum(part["usd"] for part in json.loads(told)["parts"]) == pytest.approx(17 * 21.50)
 
 
 def test_the_command(told, run):
     result = CliRunner().invoke(app, ["goodput", str(told.directory)])
-    assert result.exit_code == 0 and "36.8% of the time of a run's devices counts" in result.output
-    assert "node3 fell silent" in result.output and "first step" in result.output
+    words = " ".join(result.output.split())
+    assert result.exit_code == 0 and "36.8% of the device-hours of a run count" in words, "14 of 38 s"
+    assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
+    assert "30.8%" in words and "50.0%" in words, "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
+    assert "node3 fell silent" in result.output and "first step" in result.output and "in no part" not in words
     parts = json.loads(CliRunner().invoke(app, ["goodput", str(told.directory), "--json"]).output)["parts"]
     assert sum(part["seconds"] for part in parts) == pytest.approx(68)
+    happened(told, 3, 1068.0, JobState.QUEUED)
+    assert "17 min between attempts" in CliRunner().invoke(app, ["goodput", str(told.directory)]).output
 
 
 def test_a_run_without_an_attempt_is_refused(run):

@@ -16,6 +16,7 @@ from cluster.state import JobState, read_asked, take_request
 from kit.errors import RunError
 from kit.monitor import bundle
 from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.text import status_row
 from tests.monitor.recorded import add_rows, dead_process, recorded_run, rows, say
 
 anywidget = pytest.importorskip("anywidget")
@@ -211,7 +212,29 @@ def test_facts_of_the_last_step(tmp_path: Path) -> None:
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
     assert facts["hfu"] == pytest.approx(float(np.median(metrics.hfu()[-20:])))
     assert facts["tokens"] == metrics.total_tokens[-1] and facts["tokens_left"] == 900 * 4096
-    assert facts["eta_s"] == pytest.approx(900 * metrics.summary()["step_time_s"])
+    assert facts["eta_s"] == pytest.approx(900 * 1.02), "from the end of one step to that of the next"
+
+
+def test_time_left_counts_what_is_between_steps(tmp_path: Path) -> None:
+    """After 200 of 400 steps of 36 s, with 360 s of validation after each tenth, as much is left: 4 hours."""
+    run = recorded_run(tmp_path / "run", steps=200, planned=400)
+    taken = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+    def told(attempt: int, set_back_s: float = 0.0) -> list[float]:
+        for row in taken:
+            step = row["step"]
+            wall = 36 * step + 360 * ((step - 1) // 10) - set_back_s * (step > 100)
+            row |= {"attempt": 1 if step < attempt else 2, "time": 1.7e9 + wall, "step_time_s": 36.0}
+            row["time"] += 1e5 * (row["attempt"] == 2)  # a day between the two attempts
+        (run.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in taken))
+        dashboard = Dashboard(run)
+        dashboard.read()
+        return [dashboard.facts()["eta_s"], status_row(run)["eta_s"]]
+
+    assert told(attempt=1000) == pytest.approx([4 * 3600] * 2, rel=0.03)
+    assert told(attempt=41) == pytest.approx([4 * 3600] * 2, rel=0.03), "of the newest attempt alone"
+    assert told(attempt=200) == [200 * 36] * 2, "one step of an attempt says nothing of what comes between two"
+    assert told(attempt=1000, set_back_s=1e6) == [200 * 36] * 2
 
 
 def test_the_package_gives_the_widget_by_name_and_loads_nothing_before() -> None:

@@ -13,7 +13,7 @@ from kit.commands.app import app
 from kit.errors import ConfigError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.papers import HLAT, hlat_demo, hlat_small, paper_figure
-from kit.papers.hlat_cost import accelerator_ratio, cost_draws, cost_per_tokens, relations, size_ratio
+from kit.papers.hlat_cost import accelerator_ratio, cost_draws, cost_per_tokens, cost_percent, relations, size_ratio
 from kit.papers.hlat_demo import PRECISION, PRECISION_RECIPE, SPIKE_RECIPE, SPIKES
 from kit.papers.hlat_model import MODELS, P4D, TRN1, benchmarks, facts, left_out, other_a100, plan_of, trn1_risk
 from kit.papers.hlat_recipes import floor_step, last_step, recipe
@@ -187,6 +187,21 @@ def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
     assert len(benchmarks()) == len(left_out()) == 11 and all("AWS Neuron" in run.source for run in benchmarks())
     assert 0.05 < np.mean(np.abs(list(left_out().values()))) < 0.15
     assert len(other_a100()) == 7 and not any("Selene" in name for name in other_a100())
+
+
+def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> None:
+    small, price = Plan(data_parallel=4, global_batch_size=512), Site.load(TRN1).price_per_node_hour
+    run = record(tmp_path / "run", ModelSpec.preset("demo"), small, Site.load(TRN1), 1e4)
+    small.replace(data_parallel=512).write(run.directory / "plan.attempt_01.json")  # 16 nodes, then part of one
+    small.write(run.directory / "plan.attempt_02.json")
+    file = run.directory / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5]) + "".join(lines[5:]).replace('"attempt": 1', '"attempt": 2'))
+    cost, rate = cost_percent(run), run.metrics().tokens_per_s
+    assert cost[0] * rate[0] == pytest.approx(16 * cost[-1] * rate[-1]) and price
+    assert cost[-1] * rate[-1] == pytest.approx(
+        cost_per_tokens(price.value, 1) * 100 / np.median(cost_draws(P4D, "7B")[1][:, 0])
+    )
 
 
 def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> None:

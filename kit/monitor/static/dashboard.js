@@ -459,7 +459,7 @@ function render({ model, el }) {
     verdict.classList.toggle("kit-slow", (o.verdict || "").startsWith("slower"));
     const known = o.goodput, parts = known ? known.parts : [], words = ({ part, share }) => `${part} ${(100 * share).toFixed(1)} %`;
     goodput.hidden = shares.hidden = !parts.length;
-    const label = known ? `Goodput ${known.share == null ? "unknown" : (100 * known.share).toFixed(1) + " %"} of the devices' time` : "";
+    const label = known ? `Goodput ${known.share == null ? "unknown" : (100 * known.share).toFixed(1) + " %"} of the device-hours. Of all time, waiting too: ` : "";
     goodput.setAttribute("aria-label", [label, ...parts.map(words)].join("; "));
     goodput.replaceChildren(...parts.map((p) => { const piece = make("span", "", null); piece.style.cssText = `flex:${p.share};background:${PARTS[p.part]}`; piece.title = `${words(p)}, ${duration(p.seconds)}: ${p.meaning}`; return piece; }));
     shares.replaceChildren(label, ...parts.filter((p) => p.share >= 0.001).sort((a, b) => b.share - a.share).slice(0, 6).map((p) => {
