@@ -201,13 +201,13 @@ def import_(
     from kit.foreign.importers import import_log
 
     spec = None if model is None else load_spec(model)
-    changes = parse_settings(settings)
+    changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     place = Site.load(site)
     report = import_log(log, out, format=format, pattern=pattern, site=place, spec=spec, changes=changes, follow=follow)
-    skipped = f", {report.skipped_lines} torn lines skipped" if report.skipped_lines else ""
-    told = (
-        f"{report.format}: {report.steps:,} steps in {report.attempts} attempts from {report.lines:,} lines{skipped}."
-    )
+    torn = report.skipped_lines
+    skipped = f", {torn} torn line{'' if torn == 1 else 's'} skipped" if torn else ""
+    attempts = "1 attempt" if report.attempts == 1 else f"{report.attempts} attempts"
+    told = f"{report.format}: {report.steps:,} steps in {attempts} from {report.lines:,} lines{skipped}."
     tell(report.to_dict(), as_json, told, *(Text(f"- {note}") for note in report.notes))
     if not as_json:
         hint("Watch:", "watch", out)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cluster.record import ConfigError, suggestion
-from kit.foreign.logs import LoggedStep, LogParser, MegatronLog, number, unix_time, whole
+from kit.foreign.logs import LoggedStep, LogParser, MegatronLog, number, whole
 from kit.foreign.nemo import NemoLog, NxdtLog
 
 GROUPS = (
@@ -131,7 +131,7 @@ class LineLog(StepLog):
         self._rank, self._said[step], self._last = rank, said, step
         seconds = values.get("step_time_s", values.get("step_time_ms", float("nan")) / 1000)
         timed = seconds > 0 and not (self.form.times_held_out and step in self._held_out)
-        clock = _clock(texts.get("time"))
+        clock = self.unix_time(texts.get("time"))
         logged = LoggedStep(
             step=step,
             starts=self.starts,
@@ -213,10 +213,3 @@ def pattern_format(pattern: str) -> LineFormat:
         example = r"it (?P<step>\d+) .*loss=(?P<loss>\S+)"
         raise ConfigError(f"--pattern: the group {missing[0]!r} is missing. For example: '{example}'.")
     return LineFormat(compiled)
-
-
-def _clock(text: str | None) -> float | None:
-    """Returns unix time of `2025-11-25 19:45:01,441`; None where it is another text."""
-    whole, _, part = (text or "").replace(",", ".").partition(".")
-    seconds = unix_time(whole, "%Y-%m-%d %H:%M:%S")
-    return None if seconds is None else seconds + (number(f"0.{part}") or 0.0)

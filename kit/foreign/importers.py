@@ -6,6 +6,7 @@ contradict each other: steps faster than the device can multiply matrices were n
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import shutil
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
 
@@ -71,30 +73,38 @@ def import_log(
             `kit.foreign.formats.GROUPS`, which finds each line about a step.
         site: where it ran; its peak makes MFU, its highest matrix-product rate is what no step can exceed.
         spec: the model, where the log does not tell it.
-        changes: of `spec`, `plan` and `recipe`: fields that the log does not tell, or tells wrongly.
+        changes: of `spec`, `plan` and `recipe`: fields that the log does not tell, or tells wrongly; of `import` the
+            field `zone`: of time stamps that name none, as `Europe/Berlin`. Trainers write the hour of their machine,
+            so only the user knows it, and where its clocks were changed a step would be an hour too long; else UTC.
         follow: go on as the log grows, until training is done, the log is deleted, or `idle` raises KeyboardInterrupt.
         poll_s: time between two looks.
         idle: waits between two looks.
 
     Raises:
         DataError: the log is missing or has no step of this format.
-        ConfigError: model or layout are not known, or contradict the log, or the alarm is none; nothing was written.
+        ConfigError: model or layout are not known, or contradict the log, or the alarm or the zone is none; nothing was
+            written.
         RunError: `out` holds something else.
     """
     log, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
-    changes = {"spec": {}, "plan": {}, "recipe": {}, **(changes or {})}
+    changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
+    zone = _zone(changes["import"])
     _check_target(out, log)
     alarm = find_alarm() if follow else None
-    format, reader, logged = _read(log, _formats(format, pattern), follow)
+    format, reader, logged = _read(log, _formats(format, pattern), zone, follow)
     asked = describe(reader.parser, logged, spec=spec, changes=changes)
     recorder = StepRecorder(
         batch=asked.printed_batch, sequence_length=asked.spec.sequence_length, engine_share=asked.engine_share,
         interval=asked.interval,
     )  # fmt: skip
-    by_step = {(row["attempt"], row["step"]): row for step in logged for row in recorder.rows(step)}
+    by_step = {(row["attempt"], row["step"]): row for step in logged for row in _rows(recorder, reader.parser, step)}
     rows = list(by_step.values())
     _fill_in(rows, log.stat().st_mtime)
     notes = [*asked.notes, *check_speed(rows, logged, asked, site)]
+    if reader.parser.has_local_times:
+        notes.append(
+            f"its time stamps name no zone and are read as {zone}; for another: --set import.zone=Europe/Berlin"
+        )
 
     run = _create(out, asked, site, log)
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
@@ -138,13 +148,25 @@ def _formats(format: str | None, pattern: str | None) -> dict[str, Callable[[], 
     return FORMATS if format is None else {format: FORMATS[format]}
 
 
+def _zone(given: dict[str, Any]) -> datetime.tzinfo:
+    """Returns the zone of time stamps that name none."""
+    if other := next((name for name in given if name != "zone"), None):
+        raise ConfigError(f"import.{other}: unknown. {suggestion(other, ['zone'])}")
+    try:
+        return ZoneInfo(str(given["zone"])) if given else datetime.UTC
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise ConfigError(f"import.zone: {given['zone']!r} is unknown. Give one as Europe/Berlin, or leave it out: UTC."
+                          ) from error  # fmt: skip
+
+
 def _read(
-    log: Path, formats: dict[str, Callable[[], LogParser]], follow: bool
+    log: Path, formats: dict[str, Callable[[], LogParser]], zone: datetime.tzinfo, follow: bool
 ) -> tuple[str, LogReader, list[LoggedStep]]:
     """Returns the first format in which a log tells of a step, and what it tells."""
     lines = 0
     for name, parser in formats.items():
         reader = LogReader(log, parser())
+        reader.parser.zone = zone
         try:
             logged = reader.read() + reader.finish()
         except OSError as error:
@@ -159,6 +181,19 @@ def _read(
         f"{log}: none of its {lines:,} lines tells of a step as {known}. Formats: {', '.join(FORMATS)}; for others "
         f"--pattern. If training has only begun, import it after its first step."
     )
+
+
+def _rows(recorder: StepRecorder, parser: LogParser, logged: LoggedStep) -> list[dict[str, Any]]:
+    """Returns the rows that a logged step adds; its own tells what was consumed until then, where the log does."""
+    rows, consumed = recorder.rows(logged), logged.consumed_tokens
+    if consumed is None and logged.consumed_samples and logged.sequence_length in (None, recorder.sequence_length):
+        own = parser.counts_before * recorder.batch
+        consumed = (logged.consumed_samples + own) * recorder.sequence_length
+    if rows and consumed is not None:
+        rows[-1]["consumed_tokens"] = round(consumed * recorder.engine_share)
+    elif rows and rows[-1]["step"] != recorder.last_row["step"]:  # a held-out loss of a step before the last line
+        rows[-1].pop("consumed_tokens", None)
+    return rows
 
 
 def _fill_in(rows: list[dict[str, Any]], end: float) -> None:
@@ -270,7 +305,7 @@ def _follow(run: Run, recorder: StepRecorder, reader: LogReader, poll_s: float, 
     try:
         while not reader.parser.done and run.directory.is_dir():
             idle(poll_s)
-            rows = [row for step in reader.read() for row in recorder.rows(step)]
+            rows = [row for step in reader.read() for row in _rows(recorder, reader.parser, step)]
             for row in rows:
                 writer.append({**row, "time": row["time"] or time.time()})
             added += len(rows)

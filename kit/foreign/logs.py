@@ -9,12 +9,14 @@ they are only kept to be compared.
 
 import dataclasses
 import datetime
+import math
 import os
 import re
 from pathlib import Path
 
 CHUNK_BYTES = 4 << 20
 LONGEST_LINE = 8 << 10  # no line about a step is longer, and a pattern on a longer one could take for ever
+DISORDER_S = 60.0  # lines of several ranks may come in another order than they were written
 CLOCK_WINDOW_S = 20.0  # a progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most
 
 
@@ -27,6 +29,7 @@ class LoggedStep:
     total_steps: int | None = None
     samples: int | None = None
     consumed_samples: int | None = None
+    consumed_tokens: int | None = None
     sequence_length: int | None = None
     step_time_s: float | None = None
     clock_s: float | None = None
@@ -45,12 +48,38 @@ class LoggedStep:
 
 
 class LogParser:
-    """What every reader of a format has: settings that the log told, torn lines, whether it ends, starts."""
+    """What every reader of a format has: settings that the log told, torn lines, whether it ends, starts, a clock.
+
+    Attributes:
+        zone: of time stamps that name none; logs hardly ever do.
+        has_local_times: whether there were such stamps.
+        counts_before: whether consumed samples are those before a line's step, without its own.
+    """
+
+    counts_before = False
 
     def __init__(self) -> None:
         self.arguments: dict[str, str] = {}  # in Megatron's words
         self.engine: dict[str, str] = {}
         self.skipped_lines, self.done, self.starts = 0, False, 0
+        self.zone: datetime.tzinfo = datetime.UTC
+        self.has_local_times, self._last_stamp = False, -math.inf
+
+    def unix_time(self, text: str | None, form: str | None = None) -> float | None:
+        """Returns a time of the log, written as in ISO 8601 or in `form`; None where it is written otherwise.
+
+        An hour comes twice where clocks are set back: a stamp well before the last one is of the second.
+        """
+        try:
+            when = datetime.datetime.strptime(text or "", form) if form else datetime.datetime.fromisoformat(text or "")
+        except ValueError:
+            return None
+        if when.tzinfo is None:
+            self.has_local_times = True
+            when = when.replace(tzinfo=self.zone)
+            when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
+        self._last_stamp = when.timestamp()
+        return self._last_stamp
 
     def feed(self, line: str) -> list[LoggedStep]:
         """Returns what a line says about steps, usually nothing."""
@@ -129,7 +158,7 @@ class MegatronLog(LogParser):
 
     def feed(self, line: str) -> list[LoggedStep]:
         if stamp := self.STAMP.search(line[:80]) or (" datetime: " in line and self.STAMP.search(line)) or None:
-            self._time = unix_time(stamp[1], "%Y-%m-%d %H:%M:%S") or self._time
+            self._time = self.unix_time(stamp[1]) or self._time
         if "iteration" in line and self.STARTED.search(line):
             return self._step(line)
         if "validation " in line and (found := self.VALIDATION.search(line)):
@@ -170,6 +199,7 @@ class MegatronLog(LogParser):
             total_steps=total,
             samples=whole(fields.get("global batch size")),
             consumed_samples=whole(fields.get("consumed samples")),
+            consumed_tokens=whole(fields.get("consumed tokens")),  # of Megatron-DeepSpeed
             sequence_length=whole(fields.get("actual seqlen")),
             step_time_s=step_time_s,
             time=self._time,
@@ -216,11 +246,3 @@ def number(text: str | None) -> float | None:
 def whole(value: float | None) -> int | None:
     """Returns a count, None where there is none or it could be none."""
     return int(value) if value is not None and 0 < value < 2**63 else None
-
-
-def unix_time(text: str, form: str) -> float | None:
-    """Returns a time of a log, None where it has another form."""
-    try:
-        return datetime.datetime.strptime(text, form).timestamp()  # in the zone of this machine, as logs do not tell
-    except ValueError:
-        return None

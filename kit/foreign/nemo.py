@@ -6,7 +6,7 @@ NeMo's two are the same metrics by name, written down in two ways; a held-out lo
 import re
 from typing import Any
 
-from kit.foreign.logs import LoggedStep, LogParser, number, unix_time, whole
+from kit.foreign.logs import LoggedStep, LogParser, number, whole
 
 
 class NemoLog(LogParser):
@@ -38,7 +38,10 @@ class NemoLog(LogParser):
         ahead = step - int(found["n"])  # older releases count a line's iteration, and the last one, from 0
         total = int(found["total"]) + ahead if found["epoch"] == "0" and ahead in (0, 1) else None
         batch, memory = number(texts.get("global_batch_size")), number(texts.get("peak_memory_usage"))
-        return self._told(step, texts, total_steps=total, samples=whole(batch), memory_bytes=whole(memory))
+        consumed = whole(number(texts.get("consumed_samples")))
+        return self._told(
+            step, texts, total_steps=total, samples=whole(batch), consumed_samples=consumed, memory_bytes=whole(memory)
+        )
 
     def _told(self, step: int, texts: dict[str, str], **more: Any) -> list[LoggedStep]:
         """Returns what NeMo's metrics say, nothing if the last line has said the same."""
@@ -76,6 +79,7 @@ class NxdtLog(NemoLog):
         r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?(?:(?P<n>\d+)/(?P<total>\d+) )?"
         r"\[(?P<clock>[\d:]+)(?:<[^,\]]*)?,(?P<fields>[^\]]*)\]"
     )
+    counts_before = True
     LOG = re.compile(r"LOG (\w{3} \w{3} +\d+ [\d:]{8} \d{4}) - \((\d+), (\d+)\) (step_loss : .*)$")
 
     def __init__(self) -> None:
@@ -119,7 +123,7 @@ class NxdtLog(NemoLog):
     def _log(self, line: str) -> list[LoggedStep]:
         found = self.LOG.search(line)
         fields = {name: number(text) for name, text in re.findall(r"([\w-]+) : (\S+)", found[4])} if found else {}
-        time = unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
+        time = self.unix_time(" ".join(found[1].split()), "%a %b %d %H:%M:%S %Y") if found else None
         if not found or fields.get("step_loss") is None or fields.get("throughput") is None or time is None:
             self.skipped_lines += 1
             return []

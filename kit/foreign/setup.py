@@ -1,8 +1,10 @@
 """What was trained and how, as the log of another trainer tells it: model, layout, recipe, and what disagrees."""
 
 import collections
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -56,14 +58,22 @@ def describe(
     """Returns the run that a log tells of; model and fields that the user gives (`spec`, `changes`) win.
 
     Raises:
-        ConfigError: something is neither in the log nor given, or what was given contradicts the log.
+        ConfigError: something is neither in the log nor given, a line for each such thing; or what was given
+            contradicts the log.
     """
-    notes: list[str] = []
-    spec = (spec or _told_spec(parser.arguments, notes)).replace(**changes["spec"])
-    batch = _printed_batch(parser.arguments, logged, changes["plan"])
+    notes, lacking = list[str](), list[str]()
+    with _noted(lacking):
+        spec = (spec or _told_spec(parser.arguments, notes)).replace(**changes["spec"])
+    with _noted(lacking):
+        told = _told_plan(parser.arguments, changes["plan"], notes)
+    with _noted(lacking):
+        batch = _printed_batch(parser.arguments, logged, changes["plan"])
+    if lacking:
+        raise ConfigError("\n".join(lacking))
+    assert spec
     asked = changes["plan"].get("global_batch_size")
     share = Fraction(asked, batch) if asked else _engine_share(parser, notes)
-    plan = _plan(parser.arguments, batch * share, changes["plan"], notes)
+    plan = _plan(told, batch * share, changes["plan"])
     recipe = _recipe(parser.arguments, logged, changes["recipe"])
     if "lr" not in parser.arguments:
         notes.append("the log does not tell the recipe: fields of recipe.json that were not given are defaults")
@@ -79,6 +89,15 @@ def describe(
         spec=spec, plan=plan, recipe=recipe, printed_batch=batch, engine_share=share, interval=interval,
         notes=tuple(notes),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _noted(lacking: list[str]) -> Iterator[None]:
+    """Keeps what is found to be lacking, so that all of it is told at once."""
+    try:
+        yield
+    except ConfigError as error:
+        lacking.append(str(error))
 
 
 def _told_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
@@ -135,21 +154,20 @@ def _printed_batch(arguments: dict[str, str], logged: list[LoggedStep], plan_cha
     raise ConfigError("plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES.")
 
 
-def _plan(arguments: dict[str, str], batch: Fraction, given: dict[str, Any], notes: list[str]) -> Plan:
-    told = _told_plan(arguments, notes) if "world_size" in arguments else {}
-    missing = [name for name in DEGREES if name not in {**told, **given}]
-    if missing:
-        raise ConfigError(
-            f"plan: the log does not tell {', '.join(missing)}. Give each of them: --set plan.{missing[0]}=..."
-        )
-    if not told and "precision" not in given:
-        notes.append("bf16 is assumed; --set plan.precision=fp32 if it was not")
+def _plan(told: dict[str, Any], batch: Fraction, given: dict[str, Any]) -> Plan:
     if batch.denominator > 1:
         raise ConfigError(f"plan.global_batch_size: {batch} sequences. Give the number really run by --set.")
     return Plan.from_dict({"precision": "bf16", **told, "global_batch_size": int(batch), **given})
 
 
-def _told_plan(arguments: dict[str, str], notes: list[str]) -> dict[str, Any]:
+def _told_plan(arguments: dict[str, str], given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    if "world_size" not in arguments:
+        if missing := [name for name in DEGREES if name not in given]:
+            words = " ".join(f"--set plan.{name}=..." for name in missing)
+            raise ConfigError(f"plan: the log does not tell {', '.join(missing)}. Give {words}")
+        if "precision" not in given:
+            notes.append("bf16 is assumed; --set plan.precision=fp32 if it was not")
+        return {}
     tensor = _whole(arguments, "tensor_model_parallel_size", 1)
     pipeline = _whole(arguments, "pipeline_model_parallel_size", 1)
     virtual = _whole(arguments, "virtual_pipeline_model_parallel_size", 1)

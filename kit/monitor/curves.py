@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kit.run.columns import Columns
+from kit.run.columns import Columns, tokens_seen
 from kit.run.metrics import refutes_peak
 
 AXES = ("step", "tokens", "time")
@@ -78,7 +78,7 @@ class Curves:
         self._values["tokens_per_s"].extend(speed)
         self._utilise(speed, columns["attempt"][new])
         tokens, time = self._values["tokens"], self._values["time"]
-        tokens.extend((tokens.last or 0.0) + np.nancumsum(columns["tokens"][new]))
+        tokens.extend(tokens_seen(columns["tokens"][new], columns["consumed_tokens"][new], tokens.last))
         elapsed = columns["time"][new] - columns["time"][0]
         # A clock that was set back must not make time run backwards.
         time.extend(np.fmax.accumulate(np.append(time.last or 0.0, elapsed))[1:])

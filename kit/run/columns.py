@@ -17,10 +17,11 @@ from kit.run.tail import CHUNK_BYTES, Tail
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 OPTIONAL_COLUMNS = (
     "validation_loss", "loss_scale", "skipped_steps", "reserved_bytes", "allocation_retries", "checkpoint_s",
-    "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
+    "consumed_tokens", "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
 )  # fmt: skip
-"""The last five, of rank 0, say where its step's time went: waiting for the batch; three phases of the native engine;
-and of these, on a CPU, what it neither computed nor waited for a core, but for other ranks."""
+"""`consumed_tokens` is another trainer's own count at the end of a step. The last five, of rank 0, say where its step's
+time went: waiting for the batch; three phases of the native engine; and of these, on a CPU, what it neither computed
+nor waited for a core, but for other ranks."""
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES = 2**18, 2**20  # a few steps are parsed before a faster parser is even imported
 CACHE_FROM_ROWS = 20_000  # fewer are parsed faster than anyone can notice
@@ -141,6 +142,21 @@ class Columns(Tail):
             self._data = larger
         self._data[:, start:needed] = rows
         self._rows = needed
+
+
+def tokens_seen(tokens: np.ndarray, consumed: np.ndarray, before: float | None = None) -> np.ndarray:
+    """Returns the tokens seen at the end of each step: what was told there, else counted on from the last step told of.
+
+    `tokens` are those of each step, `consumed` what was told (NaN: nothing), `before` what was seen before these steps.
+    Without it they are a run's first, and count back from the first step told of: a log may begin in the middle.
+    """
+    counted = (before or 0.0) + np.nancumsum(tokens)
+    told = np.flatnonzero(np.isfinite(consumed))
+    if not told.size:
+        return counted
+    more = consumed[told] - counted[told]
+    first = more[0] if before is None else 0.0
+    return counted + np.append(first, more)[np.searchsorted(told, np.arange(len(tokens)), side="right")]
 
 
 def first_steps(rows: np.ndarray, known: dict[int, int]) -> dict[int, int]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.site import Site
 from kit.plan import Plan
-from kit.run.columns import COLUMNS, OPTIONAL_COLUMNS, Columns
+from kit.run.columns import COLUMNS, OPTIONAL_COLUMNS, Columns, tokens_seen
 from kit.spec import ModelSpec
 
 MAX_ABOVE_PEAK = 0.05
@@ -72,7 +72,8 @@ class Metrics:
     @property
     def total_tokens(self) -> np.ndarray:
         """Tokens seen at the end of each step."""
-        return np.cumsum(_whole(self["tokens"]))
+        consumed = self.columns.get("consumed_tokens", np.full(len(self), np.nan))
+        return _whole(tokens_seen(_whole(self["tokens"]), consumed))
 
     def mfu(self) -> np.ndarray | None:
         """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None where there is none.

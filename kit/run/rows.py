@@ -33,5 +33,6 @@ def rows_to_metrics(
     rows: list[dict[str, Any]], *, spec: ModelSpec, plans: dict[int, Plan], site: Site, **other: Any
 ) -> Metrics:
     """Returns rows as they are, in their order and with repeated steps, as metrics with their derived speeds."""
-    columns = {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in COLUMNS}
+    names = [*COLUMNS, *(["consumed_tokens"] if any("consumed_tokens" in row for row in rows) else [])]
+    columns = {name: np.array([number(row.get(name)) for row in rows], dtype=float) for name in names}
     return Metrics(columns=columns, spec=spec, plans=plans, site=site, skipped_lines=0, **other)

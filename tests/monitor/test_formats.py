@@ -209,6 +209,7 @@ def test_nemo_tells_batch_times_memory_and_a_held_out_loss_once(tmp_path: Path) 
     metrics = run.metrics()
     assert (report.attempts, report.skipped_lines) == (1, 1) and run.recipe.num_steps == 100
     assert metrics["step_time_s"].tolist() == [0.189, 0.1903, 0.1915]
+    assert metrics.total_tokens[-1] == 992 * run.spec.sequence_length, "as the log counts them"
     assert np.isfinite(metrics["validation_loss"]).tolist() == [True, False, False]
     _, run = imported(tmp_path, NEMO_MEMORY, plan={"global_batch_size": 128})
     assert run.metrics()["memory_bytes"].tolist() == [70833405952] and run.recipe.num_steps == 50
@@ -266,6 +267,6 @@ def test_the_command_finds_out_and_lists(tmp_path: Path) -> None:
         *plan,
     ]
     shown = CliRunner().invoke(app, words)
-    assert shown.exit_code == 0 and "maxtext: 3 steps in 1 attempts" in " ".join(shown.output.split())
+    assert shown.exit_code == 0 and "maxtext: 3 steps in 1 attempt from 4 lines." in " ".join(shown.output.split())
     told = CliRunner().invoke(app, ["import", "--help"], env={"COLUMNS": "80"}).output
     assert all(name in told for name in ("torchtitan", "nanogpt", "maxtext", "hf-trainer", "--pattern", r"\d+"))

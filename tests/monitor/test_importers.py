@@ -1,11 +1,14 @@
 """Import of other trainers' logs. Numbers are those of two public Megatron-DeepSpeed logs; lines are built here."""
 
+import datetime
 import json
 import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +22,8 @@ from kit.foreign.importers import ImportReport, import_log
 from kit.launcher import resume
 from kit.monitor import alerts, run_figure, status_row, status_table
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.export import export_table
+from kit.monitor.goodput import ledger
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -276,6 +281,82 @@ def test_time_stamps_of_lines_are_used(log: Path) -> None:
     assert (times[1:] - times[:-1]).tolist() == [60.0, 60.0]
 
 
+TITAN = "[rank0]:[titan] {:%Y-%m-%d %H:%M:%S},000 - root - INFO - step: {:2d}  loss:  {:.5f}  grad_norm:  0.8319  "
+TITAN += "memory:  9.46GiB(64.99%)  tps: 7,282  tflops: 0.52  mfu: 0.17%\n"
+"""A line of torchtitan, as in `test_formats.py`."""
+
+
+def titan(log: Path, times: list[datetime.datetime], **given: str) -> tuple[ImportReport, Run]:
+    log.write_text("".join(TITAN.format(when, step, 3 - step / 100) for step, when in enumerate(times, 1)))
+    plan = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8, "global_batch_size": 8}
+    site, spec = Site.load("trn1.32xlarge"), ModelSpec.preset("llama3-8b")
+    report = import_log(log, log.parent / "run", site=site, spec=spec, changes={"plan": plan, "import": given})
+    return report, Run.open(log.parent / "run")
+
+
+def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(log: Path) -> None:
+    first = datetime.datetime(2025, 6, 1, 12)
+    _, run = titan(log, [first + datetime.timedelta(minutes=10 * i) for i in range(12)])  # copied today
+    found = ledger(run)
+    assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
+    assert found.usd == pytest.approx(2 * 21.50), "two hours of one node"
+
+
+@pytest.fixture
+def berlin(monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("night", ["2025-10-26 01:30", "2025-03-30 01:30"])
+def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(log: Path, berlin, night: str) -> None:
+    first = datetime.datetime.fromisoformat(night)
+    report, run = titan(log, [first + datetime.timedelta(minutes=10 * i) for i in range(12)])
+    assert set(run.metrics()["step_time_s"]) == {600.0} and ledger(run).seconds["productive"] == 7200
+    assert run.metrics()["time"][0] == first.replace(tzinfo=datetime.UTC).timestamp()
+    assert any("read as UTC" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("night", ["2025-10-25 23:30", "2025-03-29 23:30"])
+def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(log: Path, night: str) -> None:
+    zone, first = ZoneInfo("Europe/Berlin"), datetime.datetime.fromisoformat(night).replace(tzinfo=datetime.UTC)
+    local = [(first + datetime.timedelta(minutes=10 * i)).astimezone(zone) for i in range(18)]
+    _, run = titan(log, local, zone="Europe/Berlin")
+    assert set(run.metrics()["step_time_s"]) == {600.0} and run.metrics()["time"][0] == first.timestamp()
+    with pytest.raises(ConfigError, match="'Berlin' is unknown. Give one as Europe/Berlin"):
+        titan(log, local, zone="Berlin")
+
+
+def test_a_stamp_with_its_own_offset_is_of_no_other_zone(log: Path) -> None:
+    log.write_text("".join(f"2025-06-01T12:0{step}:00+02:00 it {step} loss=2.{step}\n" for step in (1, 2, 3)))
+    run = log.parent / "run"
+    report = import_log(log, run, site=Site.load("trn1.32xlarge"), spec=ModelSpec.preset("demo"),
+                        pattern=r"(?P<time>\S+) it (?P<step>\d+) loss=(?P<loss>\S+)",
+                        changes={"plan": {**LAYOUT, "global_batch_size": 8}})  # fmt: skip
+    times = Run.open(run).metrics()["time"]
+    assert times[0] == datetime.datetime(2025, 6, 1, 10, 1, tzinfo=datetime.UTC).timestamp()
+    assert not any("zone" in note for note in report.notes)
+
+
+def test_tokens_are_those_that_the_log_counts(log: Path) -> None:
+    """Iterations 5,001 to 5,100 of a batch that was 16 before: what was seen cannot be told from these steps."""
+    lines = "".join(
+        line(step, 60.0, batch=32, tflops=390).replace(f"{32 * step:12d}", f"{16 * 5000 + 32 * (step - 5000):12d}")
+        for step in range(5010, 5101, 10)
+    )
+    log.write_text(head({**MODERN, "log_interval": 10}, vocabulary=128256) + lines)
+    _, run = megatron(log, "dgx-h100")
+    seen = [(16 * 5000 + 32 * number) * 8192 for number in range(1, 101)]
+    assert run.metrics().total_tokens.tolist() == seen
+    dashboard = Dashboard(run)
+    dashboard.read()
+    assert dashboard.facts()["tokens"] == status_row(run)["tokens"] == seen[-1]
+    assert export_table(run)["total_tokens"].to_pylist() == seen
+
+
 def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> None:
     start = head(ARGUMENTS, vocabulary=51200)
     log.write_text(
@@ -367,6 +448,15 @@ def test_mistakes_are_told_and_nothing_is_written(
     assert not (log.parent / "run").exists()
 
 
+def test_all_that_a_log_lacks_is_told_at_once(log: Path) -> None:
+    log.write_text("Epoch 0:   0%| | 5/10 [10:00<10:00, 60.0s/it, reduced_train_loss=2.5, global_step=4.0]\n" * 2)
+    with pytest.raises(ConfigError) as told:
+        import_log(log, log.parent / "run", site=Site.load("trn1.32xlarge"))
+    for lacking in ("--model", "--set plan.tensor_parallel=... --set plan.pipeline_parallel=...", "global_batch_size"):
+        assert lacking in str(told.value)
+    assert len(str(told.value).splitlines()) == 3 and not (log.parent / "run").exists()
+
+
 def test_missing_log_and_a_directory_of_someone_else(log: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         megatron(log)
@@ -447,6 +537,7 @@ def test_nxdt_progress_bar_gives_steps_batch_and_times_from_its_clock(log: Path)
     assert metrics["step"].tolist() == [189, 190, 191, 192] and report.attempts == 1
     assert run.plan.global_batch_size == 128 and run.plan.precision == "bf16"
     assert metrics["step_time_s"].tolist() == [18.0] * 4 and metrics["grad_norm"][0] == 1950
+    assert metrics.total_tokens.tolist() == [128 * step * 4096 for step in (189, 190, 191, 192)]
     assert math.isnan(metrics["loss"][-1]) and run.recipe.num_steps == 301501
     assert any("defaults" in note for note in report.notes)
 
