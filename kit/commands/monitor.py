@@ -196,7 +196,10 @@ def import_(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
+    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it.
+
+    Time stamps that name no zone are read as UTC, or in the one of `--set import.zone=Europe/Berlin`.
+    """
     from kit.convert.hugging_face_config import load_spec
     from kit.foreign.importers import import_log
 

@@ -357,6 +357,17 @@ def test_tokens_are_those_that_the_log_counts(log: Path) -> None:
     assert export_table(run)["total_tokens"].to_pylist() == seen
 
 
+def test_tokens_of_sequences_that_grew_are_those_that_the_log_counts(log: Path) -> None:
+    """Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence were seen before these of 2,048."""
+    seen = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
+    lines = [
+        line(step, 346.65).replace("| elapsed", f"| consumed tokens: {tokens:12d} | actual seqlen: 2048 | elapsed")
+        for step, tokens in enumerate(seen, 3001)
+    ]
+    log.write_text(head(ARGUMENTS, vocabulary=51200) + "".join(lines))
+    assert megatron(log)[1].metrics().total_tokens.tolist() == seen
+
+
 def test_restart_is_a_new_attempt_and_a_line_printed_twice_is_not(log: Path) -> None:
     start = head(ARGUMENTS, vocabulary=51200)
     log.write_text(
