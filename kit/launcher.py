@@ -93,10 +93,13 @@ def resume(
     *,
     plan: Plan | None = None,
     num_steps: int | None = None,
+    decay_steps: int | None = None,
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
 ) -> Run:
     """Returns the run in `directory`, started again from its last checkpoint, on its own plan or device or others.
+
+    With more steps the learning rate's schedule still ends where it did before, unless `decay_steps` moves its end.
 
     Raises:
         As `launch`.
@@ -105,7 +108,8 @@ def resume(
     if run.is_imported:
         raise RunError(f"{run.directory}: it was imported from a log, so there is no checkpoint to go on from. "
                        f"Launch a run of its model and plan in another directory.")  # fmt: skip
-    recipe = run.recipe if num_steps is None else run.recipe.replace(num_steps=num_steps)
+    lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
+    recipe = run.recipe.replace(**{name: steps for name, steps in lengths.items() if steps is not None})
     plan, site = plan or run.plan, run.site
     if device is not None and (site := on_device(site, plan, device)) is not run.site:
         site = measured_site(site, plan.precision)

@@ -42,7 +42,10 @@ class Recipe(Record):
         default="cosine",
     )
     warmup_steps: int = field_doc("steps of linear warm-up", default=0)
-    decay_steps: int | None = field_doc("step at which the schedule ends (default: num_steps)", default=None)
+    decay_steps: int | None = field_doc(
+        "step at which the schedule ends (default: num_steps; of a resumed run, those of its first launch)",
+        default=None,
+    )
     decay_share: float = field_doc("share of the steps up to decay_steps in which wsd goes down, the last", default=0.1)
     cosine_floor: Literal["rescaled", "clamped"] = field_doc("how the cosine meets its floor", default="rescaled")
     beta1: float = field_doc("AdamW", default=0.9)
@@ -131,7 +134,7 @@ class Recipe(Record):
         Megatron). `clamped` runs towards zero and is cut off: max(floor, peak c), as in HLAT's released scheduler, so
         the floor is met earlier.
         """
-        if step <= self.warmup_steps:
+        if 0 < self.warmup_steps >= step:
             return self.learning_rate * step / self.warmup_steps
         end = self.decay_steps or self.num_steps
         if self.schedule == "constant":

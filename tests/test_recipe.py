@@ -54,6 +54,11 @@ def test_bad_values_are_refused(change, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_without_warm_up_a_curve_from_step_0_begins_at_the_peak(schedule):
+    assert Recipe(data="x", num_steps=9, learning_rate=1e-3, schedule=schedule).learning_rate_at(0) == 1e-3
+
+
 def test_stable_then_straight_down():
     """As torchtitan 0.3's `linear_warmup_stable_decay` with linear decay, but for where step 1 lies in the warm-up."""
     recipe = Recipe(

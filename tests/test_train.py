@@ -4,6 +4,7 @@ import importlib.metadata
 import io
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -16,10 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kit
 from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
+from kit.commands.app import app
 from kit.convert import load_model
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.launcher import job_spec
@@ -37,6 +40,7 @@ from tests.faults.attempts import finished
 from tests.workers import run_ranks
 
 STEPS = 120  # of the recipe in conftest.py
+ONE = Plan(micro_batch_size=8, global_batch_size=8)
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 PATIENCE_S = 180
 
@@ -195,6 +199,20 @@ def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, t
     kit.resume(run.directory, num_steps=30)
     assert run.metrics()["attempt"].tolist() == [1] * 20 + [2] * 10
     assert run.metrics()["loss"].tolist() == straight.metrics()["loss"].tolist()
+
+
+def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tmp_path):
+    """By `kit resume --steps` as by a launch into the same directory; only decay_steps moves it."""
+    rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0, "validation_every": None}
+    recipe = recipe.replace(num_steps=6, **rates)
+    run = kit.launch(tmp_path / "run", spec=spec, plan=ONE, recipe=recipe)
+    told = CliRunner().invoke(app, ["resume", str(run.directory), "--steps", "8"]).stderr
+    assert "reaches 0.0001 at step 6 (recipe.decay_steps), and stays there to step 8." in told
+    kit.launch(run.directory, spec=spec, plan=ONE, recipe=recipe.replace(num_steps=9))
+    cosine = [1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(1, 7)]
+    assert run.metrics()["learning_rate"].tolist() == pytest.approx([*cosine, 1e-4, 1e-4, 1e-4])
+    kit.resume(run.directory, num_steps=10, decay_steps=20)
+    assert run.metrics()["learning_rate"][-1] == pytest.approx(5.5e-4), "half way of 20"
 
 
 def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp_path):

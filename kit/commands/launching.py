@@ -96,6 +96,7 @@ def launch(
         started = launcher.launch(
             run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s
         )
+    _tell_schedule(started.recipe)
     hint(f"Started {_processes(asked.plan)}{_where(place)}. Watch:", "watch", started.directory)
 
 
@@ -107,11 +108,20 @@ def resume(
     minutes: MinutesOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Continue a run from its last checkpoint, on the same plan or another (--set plan...)."""
-    plan = Run.open(run).plan.replace(**parse_settings(settings, allowed=("plan",))["plan"])
+    """Continue a run from its last checkpoint, on the same plan or another (--set plan...).
+
+    With other --steps the learning rate's schedule still ends where it did: --set recipe.decay_steps=N moves its end.
+    """
+    changes = parse_settings(settings, allowed=("plan", "recipe"))
+    if others := changes["recipe"].keys() - {"decay_steps"}:
+        raise ConfigError(f"--set recipe.{min(others)}: a run keeps it. Allowed: plan.KEY, recipe.decay_steps.")
+    plan = Run.open(run).plan.replace(**changes["plan"])
     limit_s = _seconds(minutes)
     with told_if_interrupted(run):
-        started = launcher.resume(run, plan=plan, num_steps=steps, device=device, time_limit_s=limit_s)
+        started = launcher.resume(
+            run, plan=plan, num_steps=steps, **changes["recipe"], device=device, time_limit_s=limit_s
+        )
+    _tell_schedule(started.recipe)
     hint(f"Started {_processes(plan)}{_where(started.site)}. Watch:", "watch", started.directory)
 
 
@@ -159,6 +169,18 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
 def _tell_epochs(asked: Asked, recipe: Recipe) -> None:
     for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
         PlainConsole(stderr=True, soft_wrap=True).print(Text(f"Reads {epochs:.3g} epochs of {name}"))
+
+
+def _tell_schedule(recipe: Recipe) -> None:
+    """Says where the learning rate's schedule ends, unless that is where the run does."""
+    end, last = recipe.decay_steps or recipe.num_steps, recipe.num_steps
+    if recipe.schedule == "constant" or end == last:
+        return
+    then = f"and stays there to step {last:,}"
+    if last < end:
+        then = f"but the run ends before, at step {last:,} and {recipe.learning_rate_at(last):.3g}"
+    told = f"The learning rate reaches {recipe.learning_rate_at(end):.3g} at step {end:,} (recipe.decay_steps), {then}."
+    PlainConsole(stderr=True, soft_wrap=True).print(Text(told))
 
 
 def _measured(site: Site, plan: Plan, run: Path) -> Site:

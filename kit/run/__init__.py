@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HOOK = "hook.py"
 """The copy of the recipe's hook."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook")
-"""Fields of a recipe that may change when a run is resumed, beside num_steps: they do not change a step."""
+"""Fields of a recipe that may change when a run is resumed, beside its lengths: they do not change a step."""
 
 
 class Run:
@@ -46,6 +46,8 @@ class Run:
     def prepare(cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site) -> Self:
         """Returns a run for a new directory, or for one of the same model that may go on otherwise; writes nothing.
 
+        What has trained and is to go on for another number of steps, without a decay_steps, keeps its schedule's end.
+
         Raises:
             RunError: the directory holds something else, or a run of another model or recipe.
             ConfigError: the plan cannot run the model.
@@ -53,7 +55,11 @@ class Run:
         plan.check(spec)
         directory = Path(directory).expanduser().resolve()
         if (directory / "spec.json").exists():
-            _check_same_run(cls.open(directory), spec, recipe)
+            old = cls.open(directory)
+            is_longer_or_shorter = recipe.num_steps != old.recipe.num_steps and old.checkpoints.steps()
+            if is_longer_or_shorter and recipe.decay_steps is None:
+                recipe = recipe.replace(decay_steps=old.recipe.decay_steps or old.recipe.num_steps)
+            _check_same_run(old, spec, recipe)
         elif directory.is_dir() and any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not a run directory. Give a new or empty directory.")
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
@@ -165,7 +171,7 @@ def _check_same_run(old: Run, spec: ModelSpec, recipe: Recipe) -> None:
     for name, new in (("spec", spec), ("recipe", recipe)):
         saved, wanted = getattr(old, name).to_dict(), new.to_dict()
         for key, value in wanted.items():
-            if saved[key] != value and (name, key) != ("recipe", "num_steps") and key not in POLICY:
+            if saved[key] != value and key not in ("num_steps", "decay_steps", *POLICY):
                 raise RunError(
                     f"{old.directory} is a run with {name}.{key} = {saved[key]!r}, not {value!r}. "
                     f"Use another directory, or resume it with its own {name}."
