@@ -49,6 +49,8 @@ class Sandbox:
     """A running sandbox."""
 
     layout: Layout
+    was_running: bool = False
+    """Whether it was found: then it is for whoever started it to stop."""
 
     @classmethod
     def start(
@@ -59,7 +61,7 @@ class Sandbox:
         isolated: bool | None = None,
         accounting: bool = False,
     ) -> Self:
-        """Returns a sandbox whose nodes are all idle; one that runs already is returned as it is.
+        """Returns a sandbox whose nodes are all idle; one that runs already is returned as it is, `was_running` true.
 
         Args:
             root: its directory; default: one per user below /tmp.
@@ -94,7 +96,7 @@ class Sandbox:
         """Returns the sandbox that runs in a directory, or None."""
         directory = Path(root or default_root()).absolute()
         try:
-            sandbox = cls(Layout.read(directory / "sandbox.json"))
+            sandbox = cls(Layout.read(directory / "sandbox.json"), was_running=True)
             sandbox._order("")
         except (OSError, ValueError):
             return None

@@ -25,7 +25,8 @@ def main() -> int:
                 options.root, num_nodes=options.nodes, accounting=options.accounting,
                 isolated=False if options.one_host else None,
             )  # fmt: skip
-            print(f"# up after {time.monotonic() - begin:.1f} s; for sbatch, squeue and notebooks:")
+            how = "runs already" if sandbox.was_running else f"up after {time.monotonic() - begin:.1f} s"
+            print(f"# {how}; for sbatch, squeue and notebooks:")
             print(f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}")
             print(f"# site file: {sandbox.site_file}")
         elif options.action == "stop":

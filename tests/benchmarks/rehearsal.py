@@ -30,7 +30,7 @@ def measure(workplace: Path, dataset: Dataset, seconds: float = SECONDS) -> list
         print(f"rehearsal: {missing}")
         return []
     recipe = kit.Recipe(data=str(dataset.directory), num_steps=100_000, checkpoint_every=50)
-    sandbox = Sandbox.start()
+    sandbox = Sandbox.start(workplace / "sandbox")
     os.environ.update(sandbox.environment)
     try:
         site = kit.Site.load(sandbox.site_file)

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from cluster import poll, slurm
@@ -22,6 +23,7 @@ from cluster.slurm import queries as slurm_queries
 from cluster.state import JobError, JobState, SchedulerJob, read_exit, read_state
 from tests.cluster.waiting import eventually
 
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
 STANDIN = str(Path(__file__).parent / "standin.py")
 
 
@@ -342,7 +344,9 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
     sandbox = Sandbox.start(root, num_nodes=2, isolated=False)
     try:
         assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
-        assert Sandbox.start(root).layout == sandbox.layout, "a second start finds the first"
+        again = Sandbox.start(root)
+        assert again.layout == sandbox.layout, "a second start finds the first"
+        assert again.was_running and not sandbox.was_running
         monkeypatch.setenv("SLURM_CONF", sandbox.environment["SLURM_CONF"])
         job = slurm.submit(job_spec(tmp_path / "run", num_nodes=2, num_processes=4), Site.load(sandbox.site_file))
         assert job.wait(60).state is JobState.DONE
@@ -350,6 +354,32 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(tmp_path, monkeypatch
         sandbox.stop()
         sandbox.stop()
     assert not root.exists() and Sandbox.find(root) is None
+
+
+def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(tmp_path, monkeypatch):
+    if reason := why_not():
+        pytest.skip(reason)
+    monkeypatch.setattr("cluster.sandbox.default_root", lambda: tmp_path / "mine")
+    mine = Sandbox.start(num_nodes=2, isolated=False)
+    cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
+    names: dict = {}
+    try:
+        job = mine.run("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+        eventually(lambda: mine.run("squeue", "--noheader", "--format=%T").strip() == "RUNNING")
+        for cell in ("parameters", "imports", "start-sandbox"):
+            exec(cells[cell], names)
+        names["sandbox"].run(
+            "sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=:"
+        )
+        exec(cells["stop-sandbox"], names)
+        left = Sandbox.find()
+        assert left, "the user's sandbox has ended"
+        assert left.run("squeue", "--noheader", "--format=%i %T").split() == [job.strip(), "RUNNING"]
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"], "the notebook's own has gone"
+    finally:
+        mine.stop()
+        if "sandbox" in names:
+            names["sandbox"].stop()
 
 
 @pytest.mark.slow
