@@ -18,7 +18,7 @@ from kit.engines import check_engine
 from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
 from kit.engines.neuron.configuration import job_environment
-from kit.errors import CheckpointError, ConfigError, DataError, RunError
+from kit.errors import CheckpointError, ConfigError, RunError
 from kit.measure.device import DeviceName, on_device
 from kit.measure.gemm import measured_site
 from kit.plan import Plan
@@ -222,7 +222,7 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
 
     Raises:
         ConfigError: the vocabulary is larger than the model's.
-        DataError: token files are missing or cut short, or hold less than one batch.
+        DataError: token files are missing or cut short, or hold less than one sequence.
     """
     from kit.data import Dataset, located, training_samples
 
@@ -235,12 +235,7 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
         )
     epochs = training_samples(recipe, spec.sequence_length).epochs(recipe.num_steps * plan.global_batch_size)
     if recipe.validation_every:
-        held_out = dataset.validation.num_tokens // spec.sequence_length
-        if held_out < plan.global_batch_size:
-            raise DataError(
-                f"{recipe.data}: held-out text gives {held_out} sequences of {spec.sequence_length}, a validation "
-                f"batch needs {plan.global_batch_size}. Build the data with a larger validation fraction."
-            )
+        dataset.samples("validation", spec.sequence_length, recipe.seed)
     names = [" to ".join(dict.fromkeys((source.paths[0], source.paths[-1]))) for source in recipe.sources] or [
         recipe.data
     ]

@@ -15,7 +15,10 @@ class DataSource(Record):
         "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes (PREFIX.bin and .idx) "
         "of its vocabulary, or patterns of either (web/part_*)"
     )
-    weight: float = field_doc("share of the sequences, after the last of recipe.phases; any scale", default=1.0)
+    weight: float = field_doc(
+        "share of the sequences, after the last of recipe.phases; any scale, rounded to 1/65,536 of the mix",
+        default=1.0,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,9 @@ class Recipe(Record):
     gradient_clip: float | None = field_doc("largest global gradient norm", default=1.0)
     seed: int = field_doc("weights and data order", default=1234)
     validation_every: int | None = field_doc("steps between losses on held-out text", default=None)
-    validation_sequences: int = field_doc("held-out sequences per validation", default=64)
+    validation_sequences: int = field_doc(
+        "held-out sequences per validation, always the same ones; at most as many as there are", default=64
+    )
     checkpoint_every: int | None = field_doc("steps between checkpoints (the last step always has one)", default=None)
     on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
         "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)", default="stop"

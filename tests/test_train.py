@@ -24,6 +24,7 @@ from cluster.site import Site
 from cluster.state import JobState, StaleAttemptError, read_state, update_state
 from kit.commands.app import app
 from kit.convert import load_model
+from kit.data import Dataset
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.launcher import job_spec
 from kit.monitor import run_figure, status_row, status_table
@@ -191,6 +192,32 @@ def test_resumes_between_shard_sizes_and_phases_of_a_mix(spec, recipe, forked, t
     assert told in printed.getvalue()
 
 
+PLACES = {
+    "12 sequences a batch": {"global_batch_size": 12, "micro_batch_size": 4},
+    "48 sequences a batch": {"global_batch_size": 48},
+    "ZeRO 3, 2 micro-batches": {"data_parallel": 4, "zero_stage": 3, "micro_batch_size": 3, "global_batch_size": 24},
+    "pipeline": {"pipeline_parallel": 2, "micro_batch_size": 2},
+    "tensor and data": {"tensor_parallel": 2, "data_parallel": 2, "micro_batch_size": 2},
+    "pipeline of DeepSpeed": {"pipeline_parallel": 2, "micro_batch_size": 2, "engine": "deepspeed"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(place, spec, recipe, forked, tmp_path):
+    """The learning rate is too small to change a weight; the loss is counted again on the whole model."""
+    still = recipe.replace(num_steps=1, warmup_steps=0, learning_rate=1e-30, min_learning_rate=0, validation_every=1)
+    held_out, plan = Dataset.open(recipe.data), ONE.replace(**PLACES[place])
+    tokens = torch.tensor(held_out.validation.read(0, held_out.validation.num_tokens).astype(np.int64))
+    every = torch.stack([tokens[at : at + 17] for at in range(0, len(tokens) - 16, 16)])
+    first = torch.from_numpy(held_out.samples("validation", 16, recipe.seed).batch(0, 13))
+    assert len(every) > 13
+    for asked, windows in ((13, first), (10_000, every)):
+        run = kit.launch(tmp_path / f"{asked}", spec=spec, plan=plan, recipe=still.replace(validation_sequences=asked))
+        logits = load_model(run)(windows[:, :-1]).flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits.double(), windows[:, 1:].flatten())
+        assert run.metrics()["validation_loss"][-1] == pytest.approx(expected.item(), rel=1e-6)
+
+
 def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
     """A validation gathers the weights; what is saved right after it must still be the optimizer's parameters."""
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
@@ -265,9 +292,9 @@ def test_data_that_does_not_fit_is_refused(spec, recipe, tmp_path):
     refuse(DataError, "1,000,000", tmp_path / "run", spec=long, plan=DP2, recipe=recipe)
     small = spec.replace(vocab_size=128)
     refuse(ConfigError, "vocab_size is 128", tmp_path / "run", spec=small, plan=DP2, recipe=recipe)
-    many = DP2.replace(global_batch_size=100_000)
-    validating = recipe.replace(validation_every=10)
-    refuse(DataError, "validation batch needs 100000", tmp_path / "run", spec=spec, plan=many, recipe=validating)
+    held_out = Dataset.open(recipe.data).validation.num_tokens
+    long, validating = spec.replace(sequence_length=held_out), recipe.replace(validation_every=10)
+    refuse(DataError, "validation.bin holds", tmp_path / "run", spec=long, plan=DP2, recipe=validating)
 
 
 def test_impossible_layout_is_refused(spec, recipe, tmp_path):

@@ -89,7 +89,7 @@ def launch(
         raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
     chosen = Recipe.from_dict(asked.fields)
     if place.login is None:
-        _tell_epochs(asked, chosen)
+        _tell_data(asked, chosen)
     with told_if_interrupted(run):
         if measure_peak:
             place = _measured(place, asked.plan, run)
@@ -156,7 +156,7 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
     if not asked.lacking and site.login is None:
         try:
-            _tell_epochs(asked, Recipe.from_dict(asked.fields))
+            _tell_data(asked, Recipe.from_dict(asked.fields))
         except (ConfigError, DataError) as error:
             left.append(f"recipe.data: {error}")
     if left:
@@ -166,9 +166,18 @@ def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where
             said.print(Text(f"  {line}"))
 
 
-def _tell_epochs(asked: Asked, recipe: Recipe) -> None:
-    for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
-        PlainConsole(stderr=True, soft_wrap=True).print(Text(f"Reads {epochs:.3g} epochs of {name}"))
+def _tell_data(asked: Asked, recipe: Recipe) -> None:
+    """Says how often each source is read, and where the recipe asks for what its data cannot give exactly."""
+    from kit.data import Dataset, located, rounded_weights
+
+    sources = launcher.check_data(asked.spec, asked.plan, recipe)
+    told = [f"Reads {epochs:.3g} epochs of {name}" for name, epochs in sources]
+    for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
+        told.append(f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536.")
+    there = Dataset.open(located(recipe).data).held_out_sequences(asked.spec.sequence_length)
+    if recipe.validation_every and there < recipe.validation_sequences:
+        told.append(f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}.")
+    PlainConsole(stderr=True, soft_wrap=True).print(Text("\n".join(told)))
 
 
 def _tell_schedule(recipe: Recipe) -> None:

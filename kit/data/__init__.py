@@ -3,7 +3,7 @@
 from kit.data.build import build_dataset
 from kit.data.corpus import Corpus, Document, Source
 from kit.data.dataset import Baseline, Dataset, DatasetInfo, ValidationDocument
-from kit.data.mix import located, mix_words, shares, training_samples
+from kit.data.mix import located, mix_words, rounded_weights, shares, training_samples
 from kit.data.samples import Samples
 from kit.data.token_file import TokenFile, TokenFileWriter
 from kit.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -24,6 +24,7 @@ __all__ = [
     "load_tokenizer",
     "located",
     "mix_words",
+    "rounded_weights",
     "shares",
     "train_tokenizer",
     "training_samples",

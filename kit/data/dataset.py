@@ -182,6 +182,10 @@ class Dataset:
         order = DocumentOrder(file, sequence_length, seed) if is_old else Windows([file], sequence_length, seed)
         return Samples([order], sequence_length)
 
+    def held_out_sequences(self, sequence_length: int) -> int:
+        """Returns how many different sequences the held-out part has."""
+        return (self.validation.num_tokens - 1) // sequence_length
+
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer stored with the tokens."""
         return read_tokenizer(self.directory / self.info.tokenizer_file, self.eos_id)

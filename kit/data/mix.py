@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.data.samples import Samples, Turns
+from kit.data.samples import PERIOD, Samples, Turns
 from kit.data.token_file import TokenFile
 from kit.data.windows import Windows
 from kit.errors import DataError
@@ -36,6 +36,21 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
     turns = _turns(recipe, sequence_length)
     drawn = (turns.before(first + count) - turns.before(first)) / count
     return dict(zip(source_names(recipe), drawn.tolist(), strict=True))
+
+
+def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """Returns by name what is asked and drawn in the long run of each source for which they differ by over 1 %.
+
+    Turns are dealt out in 1/65,536 of a phase's sequences, so that holds for small weights only.
+    """
+    found = {}
+    for _, weights in _phases(recipe, 1) if recipe.sources else ():
+        drawn = Turns([(0, weights)]).before(PERIOD) / PERIOD
+        for name, weight, share in zip(source_names(recipe), weights, drawn.tolist(), strict=True):
+            asked = weight / sum(weights)
+            if abs(share - asked) > 0.01 * asked:
+                found[name] = asked, share
+    return found
 
 
 def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:

@@ -80,7 +80,8 @@ class _Phase:
     """Whose turn it is from sample `first` on, after each source has had `before` turns: int64 [sources].
 
     The i-th of a source's c turns in a period is due at (i + 1/2) / c of it, and all are taken in the order in which
-    they are due. So at any time each of k sources has had its share to within (k + 1) / 2 turns.
+    they are due. So at any time each of k sources has had c / PERIOD of all turns to within (k + 1) / 2 of them; c is
+    its weight rounded, which runs that have begun may rely on.
     """
 
     def __init__(self, first: int, weights: Sequence[float], before: np.ndarray) -> None:

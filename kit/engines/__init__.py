@@ -28,7 +28,10 @@ class Engine(Protocol):
         ...
 
     def validation_loss(self, samples: "Tensor") -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`."""
+        """Returns the mean loss in nats per token, the same on all ranks; shapes as in `train_step`.
+
+        Engine neuron apart, there may be fewer micro-batches.
+        """
         ...
 
     def parameters(self) -> "list[Parameter]":

@@ -102,7 +102,7 @@ class NativeEngine:
                 loss += self._loss(x_BT, y_BT)
         for decoder in self.decoders:
             drop_gathered(decoder)
-        return self._mean_over_replicas(loss / self.plan.num_microbatches).item()
+        return self._mean_over_replicas(loss / (len(inputs) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns weights and optimizer states by global name, the tensors themselves (DTensors where cut).

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -233,10 +234,25 @@ class Trainer:
         return torch.from_numpy(samples.batch(first + self.engine.data_rank * share, share))
 
     def _validate(self) -> float:
-        held_out = self.dataset.samples("validation", self.run.spec.sequence_length, self.recipe.seed)
-        batches = max(1, self.recipe.validation_sequences // self.plan.global_batch_size)
-        firsts = range(0, batches * self.plan.global_batch_size, self.plan.global_batch_size)
-        return sum(self.engine.validation_loss(self._batch(held_out, first)) for first in firsts) / batches
+        """Returns the mean loss of the first held-out sequences, each counted once, whatever the layout and batch."""
+        length, plan = self.run.spec.sequence_length, self.plan
+        held_out = self.dataset.samples("validation", length, self.recipe.seed)
+        count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(length))
+        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last ones, and what it
+        # adds is taken off again. NxD's pipeline takes whole batches only.
+        unit = plan.global_batch_size if plan.engine == "neuron" else plan.data_parallel * plan.micro_batch_size
+        filling = -count % unit
+
+        def total(numbers: list[int]) -> float:
+            share = len(numbers) // plan.data_parallel
+            mine = numbers[self.engine.data_rank * share :][:share]
+            rows = np.concatenate([held_out.batch(number, 1) for number in mine])
+            return len(numbers) * self.engine.validation_loss(torch.from_numpy(rows))
+
+        numbers = [*range(count), *[0] * filling]
+        parts = range(0, len(numbers), plan.global_batch_size)
+        loss = sum(total(numbers[first : first + plan.global_batch_size]) for first in parts)
+        return (loss - (filling / unit * total([0] * unit) if filling else 0.0)) / count
 
     def _requests(self) -> tuple[bool, bool]:
         """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this step boundary.

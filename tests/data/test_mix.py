@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.data import Dataset, located, mix_words, shares, training_samples
+from kit.data import Dataset, located, mix_words, rounded_weights, shares, training_samples
 from kit.data.mix import source_names
 from kit.data.token_file import TokenFileWriter
 from kit.errors import ConfigError, DataError
@@ -72,6 +72,18 @@ def test_shares_are_what_was_read_and_open_no_file():
     assert shares(recipe, 8, 0, 1000) == pytest.approx({"web": 0.7, "code": 0.3}, abs=2e-3)
     assert mix_words(recipe, 8, 8000) == "data so far: 70.0% web, 30.0% code"
     assert shares(Recipe(data="none", num_steps=1), 8, 0, 9) == {} and mix_words(recipe, 8, 7) == ""
+
+
+def test_a_small_weight_that_is_drawn_otherwise_is_told():
+    """Counted over a million sequences; a phase of the whole run has weights that need no rounding."""
+    sources = [DataSource(paths=(name,), weight=weight) for name, weight in (("web", 1), ("code", 4e-5), ("math", 0.1))]
+    recipe = Recipe(data="none", num_steps=1, sources=sources)
+    read = shares(recipe, 8, 0, 16 * 65_536)
+    assert abs(read["web"] * 1.10004 - 1) < 0.01 and abs(read["math"] * 1.10004 / 0.1 - 1) < 0.01
+    assert rounded_weights(recipe) == {"code": (pytest.approx(4e-5 / 1.10004), pytest.approx(read["code"]))}
+    even = (DataPhase(until_tokens=9, weights=(1, 1, 2)),)
+    assert rounded_weights(recipe.replace(phases=even)).keys() == {"code"}
+    assert not rounded_weights(recipe.replace(sources=sources[::2])) and not rounded_weights(recipe.replace(sources=()))
 
 
 def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):

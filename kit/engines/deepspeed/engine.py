@@ -121,14 +121,15 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
+        count = len(samples) // self.plan.micro_batch_size
         if self.pipeline_group is not None:
-            return float(self.engine.eval_batch(self._micro_batches(samples)))
+            return float(self.engine.eval_batch(self._micro_batches(samples), num_micro_batches=count))
         loss = torch.zeros((), device=self.device)
         self.engine.eval()
         for x_BT, y_BT in self._micro_batches(samples):
             loss += self._loss(self.engine(x_BT), y_BT)
         self.engine.train()
-        return float(self._mean_over_replicas(loss / self.plan.num_microbatches))
+        return float(self._mean_over_replicas(loss / count))
 
     def _micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         samples, size = samples.to(self.device), self.plan.micro_batch_size
