@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 import cluster
 from cluster.attempts import refuse_live
 from cluster.job import JobSpec
 from cluster.site import Site
-from kit.commands.options import JsonOption, MinutesOption, hint, tell
+from kit.commands.options import JsonOption, MinutesOption, facts_table, hint, tell
 from kit.errors import ConfigError
 
 app = typer.Typer()
@@ -24,12 +23,16 @@ def data_build(
     out: Annotated[Path, typer.Argument(help="folder to make")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(help="text, jsonl(.gz, .zst), parquet, or a Hugging Face folder; default: Python's own texts"),
+        typer.Option(
+            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, or a folder of them; default: Python's texts"
+        ),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, .model or folder; default: train one")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="of a trained tokenizer; default 4096")] = None,
     max_megabytes: Annotated[float | None, typer.Option(help="of text to read")] = None,
-    validation_fraction: Annotated[float, typer.Option(help="of the documents, held out whole")] = 0.02,
+    validation_fraction: Annotated[
+        float, typer.Option(help="of the documents, held out whole; of one larger than that, its end")
+    ] = 0.02,
     text_key: Annotated[str, typer.Option(help="key of a .jsonl object, or column of a table")] = "text",
     skip_corrupt: Annotated[
         bool, typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json")
@@ -66,7 +69,7 @@ def data_build(
                 _submit(run, folder, place, nodes, minutes)
                 return
     dataset = build_dataset(out, progress=not as_json, **asked)
-    tell(dataset.info.to_dict(), as_json, Text(repr(dataset)))
+    tell(dataset.info.to_dict(), as_json, facts_table(str(out), dataset.facts()))
 
 
 def _building_site(name: str, source: list[Path] | None, tokenizer: str | None) -> Site:

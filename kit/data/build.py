@@ -46,8 +46,9 @@ def build_dataset(
 
     The folder appears whole or not at all; a build that was killed goes on where it was when it is asked for again.
     Whole documents are held out for validation, chosen by the hash of their text, so a document stays on its side when
-    others come or go (only if that chooses none is the nearest one taken). The others are written in a random order, by
-    the same kind of hash, since training reads the file in windows.
+    others come or go (only if that chooses none is the largest one taken). Of one that is larger than the share to hold
+    out, such as a corpus that is one .txt, only the end is. The others are written in a random order, by the same kind
+    of hash, since training reads the file in windows.
 
     Args:
         out_dir: the folder to make.
@@ -56,7 +57,7 @@ def build_dataset(
             on the training part of the text.
         vocab_size: entries of the trained tokenizer (default 4,096); with a given tokenizer, what it must have.
         max_bytes: bytes of text to stop at (default: 24 MB of the installation's text, all of local sources).
-        validation_fraction: share of the documents to hold out; at least one document is.
+        validation_fraction: share of the documents to hold out; one at least is, or its end.
         seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar with the time left, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
@@ -65,8 +66,8 @@ def build_dataset(
         workers: processes that share the text out by its files (default: one for each core, if there is so much text).
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, there are fewer than two documents, or `out_dir` holds
-            something else.
+        DataError: a source or the tokenizer cannot be used, less than 1 % of the text would be left to train on, or
+            `out_dir` holds something else.
     """
     progress_bars = Progress(shown=progress)
     with prepared(
@@ -124,6 +125,7 @@ def prepared(
         "groups": [[name, len(files)] for name, files in corpus.groups], "parts": _parts(corpus),
         "tokenizer": {"tokenizer_file": given and given.file_name, "eos_id": given and given.eos_id},
         "overwrite": overwrite, "workers": workers or len(os.sched_getaffinity(0)), "format": FORMAT,
+        "pieces": 2,  # version of what they leave in the folder, where a build of an older one began
     }  # fmt: skip
     with _alone(directory.with_name(f".{directory.name}.building"), progress) as folder:
         if is_there():  # since the other process has ended

@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 from cluster.record import Record, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
@@ -44,6 +45,17 @@ class Document:
     num_bytes: int
     digest: bytes
 
+    @classmethod
+    def of(cls, name: str, text: str) -> Self:
+        """Returns the document of a text; raises UnicodeEncodeError where that is none."""
+        data = text.encode()
+        return cls(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
+
+    def cut(self, end_bytes: int) -> tuple[Self, Self]:
+        """Returns its beginning and its end, of about so many bytes, as documents."""
+        at = len(self.text) - max(1, len(self.text) * end_bytes // self.num_bytes)
+        return self.of(self.name, self.text[:at]), self.of(f"{self.name}, its end", self.text[at:])
+
     def draw(self, purpose: str) -> float:
         """Returns a number in [0, 1) that depends on the document's text and on `purpose` alone."""
         value = hashlib.blake2b(purpose.encode() + self.digest, digest_size=7).digest()
@@ -53,12 +65,13 @@ class Document:
 class Documents:
     """The documents of some files; every iteration reads them again, in the same order.
 
-    After an iteration, `num_duplicates`, `num_empty` and `skipped` say what was left out of it.
+    After an iteration, `num_duplicates`, `num_empty`, `skipped` and, as far as it is known how many bytes those had,
+    `skipped_bytes` say what was left out of it.
     """
 
     def __init__(self, files: list[tuple[Path, str]], max_bytes: int | None, skip_corrupt: bool, text_key: str) -> None:
         self.files, self.max_bytes, self.skip_corrupt, self.text_key = files, max_bytes, skip_corrupt, text_key
-        self.num_duplicates = self.num_empty = 0
+        self.num_duplicates = self.num_empty = self.skipped_bytes = 0
         self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[Document]:
@@ -67,7 +80,7 @@ class Documents:
         Raises:
             DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names it.
         """
-        self.num_duplicates = self.num_empty = 0
+        self.num_duplicates = self.num_empty = self.skipped_bytes = 0
         self.skipped = []
         seen: set[bytes] = set()
         total = 0
@@ -90,21 +103,22 @@ class Documents:
             self.num_empty += 1
             return None
         try:
-            data = text.encode()
+            document = Document.of(name, text)
         except UnicodeEncodeError as error:
-            return self._report(name, f"not text: half a surrogate pair at character {error.start}")
-        if len(data) > LARGEST_DOCUMENT_BYTES:
-            reason = f"one document of {len(data):,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
-            return self._report(name, reason)
-        return Document(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
+            return self._report(name, f"not text: half a surrogate pair at character {error.start}", len(text))
+        if (size := document.num_bytes) > LARGEST_DOCUMENT_BYTES:
+            reason = f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
+            return self._report(name, reason, size)
+        return document
 
-    def _report(self, place: str, reason: str) -> None:
+    def _report(self, place: str, reason: str, num_bytes: int = 0) -> None:
         if not self.skip_corrupt:
             raise DataError(
                 f"{place}: {reason}. Repair or remove it, or leave such documents out: --skip-corrupt "
                 f"(skip_corrupt=True)."
             )
         self.skipped.append(f"{place}: {reason}")
+        self.skipped_bytes += num_bytes
 
 
 class Corpus(Documents):

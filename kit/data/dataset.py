@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from cluster.record import Record, check_file_name, field_doc, html_table
+from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
 from kit.data.document_order import DocumentOrder
 from kit.data.readers import TEXT_KEY
@@ -27,6 +27,8 @@ from kit.errors import DataError, kit_command
 FORMAT = 1
 DESCRIPTION = "dataset.json"
 VALIDATION_TEXT = "validation.jsonl"
+MOST_NAMED = 5
+"""Of what cannot be read, in a table or a message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class DatasetInfo(Record):
     duplicates: int = field_doc("exact duplicates left out")
     empty: int = field_doc("documents without text left out")
     skipped: tuple[str, ...] = field_doc("what could not be read: place and reason")
+    skipped_bytes: int = field_doc("bytes of it, where they are known", default=0)
+    cut: int = field_doc("documents larger than the held-out share, of which the end is held out", default=0)
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
 
     def __post_init__(self) -> None:
@@ -226,20 +230,33 @@ class Dataset:
     def __repr__(self) -> str:
         return f"Dataset({str(self.directory)!r}, {self.info.train.tokens:,} tokens, vocabulary {self.vocab_size:,})"
 
-    def _repr_html_(self) -> str:
-        def size(split: Split) -> str:
-            return f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes / 1e6:.1f} MB"
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns what was read, is trained on, is held out and was left out, as names and words."""
 
-        info = self.info
-        rows = [
+        def size(split: Split) -> str:
+            documents = counted(split.documents, "document")
+            return f"{split.tokens:,} tokens, {documents}, {split.text_bytes / 1e6:.2f} MB"
+
+        info, sources = self.info, self.info.settings.sources
+        read = info.train.documents + info.validation.documents - info.cut + info.duplicates + info.empty
+        files = counted(sum(source.files for source in sources), "file")
+        on_disk = f"{sum(source.size_bytes for source in sources) / 1e6:.2f} MB"
+        ends = f", of {counted(info.cut, 'document')} the end, since the whole is too large" if info.cut else ""
+        left = f"{counted(info.duplicates, 'duplicate')}, {info.empty} empty, {len(info.skipped)} unreadable"
+        more = ["and others, named in dataset.json"] if len(info.skipped) > MOST_NAMED else []
+        return [
+            ("read", f"{counted(read + len(info.skipped), 'document')} in {files}, {on_disk}"),
             ("training", size(info.train)),
-            ("held out", size(info.validation)),
+            ("held out", size(info.validation) + ends),
+            ("left out", left + (f", {info.skipped_bytes / 1e6:.2f} MB" if info.skipped_bytes else "")),
+            *[("unreadable", line) for line in [*info.skipped[:MOST_NAMED], *more]],
             ("tokenizer", f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}"),
-            ("sources", _summary(info.settings.sources)),
-            ("left out", f"{info.duplicates} duplicates, {info.empty} empty, {len(info.skipped)} unreadable"),
+            ("sources", _summary(sources)),
         ]
-        return html_table(f"Dataset {self.directory.name}", rows)
+
+    def _repr_html_(self) -> str:
+        return html_table(f"Dataset {self.directory.name}", self.facts())
 
 
 def _summary(sources: tuple[Source, ...]) -> str:
-    return "; ".join(f"{source.name} ({source.files} files, {source.sha256[:12]})" for source in sources)
+    return "; ".join(f"{source.name} ({counted(source.files, 'file')}, {source.sha256[:12]})" for source in sources)

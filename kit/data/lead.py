@@ -1,7 +1,6 @@
 """The leader of a build: says when a stage begins, trains the tokenizer, and puts the dataset together at the end."""
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,16 @@ from typing import Any
 
 from cluster.record import write_atomic
 from kit.data.corpus import source_record
-from kit.data.dataset import DESCRIPTION, FORMAT, VALIDATION_TEXT, DatasetInfo, Split, StoredFile, ValidationDocument
+from kit.data.dataset import (
+    DESCRIPTION,
+    FORMAT,
+    MOST_NAMED,
+    VALIDATION_TEXT,
+    DatasetInfo,
+    Split,
+    StoredFile,
+    ValidationDocument,
+)
 from kit.data.pieces import BLOCK_BYTES, SUMMARY, Work
 from kit.data.team import ERROR, Progress, Team, helpers
 from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
@@ -18,6 +26,8 @@ from kit.errors import DataError
 
 PACKED = (".gz", ".zst", ".parquet")
 """Of which about three times as many bytes of text are expected, for the time left."""
+LEAST_SHARE = 0.01
+"""Of the text that must be left to train on."""
 TOKENIZER_BYTES = 32_000_000
 """Text that a tokenizer is trained on; of a larger corpus, a sample of about this size."""
 
@@ -48,30 +58,46 @@ def lead(work: Work, workers: int, size: int, progress: Progress) -> Path:
 
 
 def _summarise(work: Work, surveys: list[dict[str, Any]], progress: Progress) -> None:
-    """Writes the sizes, the line between training and held-out documents, and the tokenizer.
+    """Writes the sizes, what tells training from held-out documents, and the tokenizer.
 
     Raises:
-        DataError: there are not two documents, or none would be left to train on.
+        DataError: too little of the text can be read, or none would be left to train on.
     """
     documents, text_bytes = (sum(survey[key] for survey in surveys) for key in ("documents", "text_bytes"))
-    names = ", ".join(name for name, _ in work.asked["groups"])
-    if documents < 2:
+    _check_share(work, surveys, text_bytes, text_bytes)
+    held_out_bytes = max(1, int(work.settings.validation_fraction * text_bytes))
+    line, (longest_bytes, longest) = work.settings.validation_fraction, max(survey["longest"] for survey in surveys)
+    is_drawn = any(survey["smallest"] < line for survey in surveys)
+    if longest_bytes <= held_out_bytes and all(survey["largest"] < line for survey in surveys):
         raise DataError(
-            f"{names}: {documents} different documents with text; at least 2 are needed, one of them to hold out. "
-            "Add text, allow more with --max-megabytes, or split the text into documents (.jsonl, one per line)."
+            f"{_names(work)}: all {documents} documents would be held out. Lower validation_fraction, or add text."
         )
-    line = max(work.settings.validation_fraction, math.nextafter(min(survey["smallest"] for survey in surveys), 1.0))
-    if max(survey["largest"] for survey in surveys) < line:
-        raise DataError(
-            f"{names}: all {documents} documents would be held out. Lower validation_fraction, or add text."
-        )
-    told = {"held_out_below": line, "blocks": 1 + text_bytes // BLOCK_BYTES, **work.asked["tokenizer"]}
+    told = {
+        "held_out": None if is_drawn else longest,
+        "held_out_bytes": held_out_bytes,
+        "blocks": 1 + text_bytes // BLOCK_BYTES,
+        **work.asked["tokenizer"],
+    }
     work.summary = told
     if work.asked["tokenizer"]["tokenizer_file"] is None:
         tokenizer = train_tokenizer(_training_texts(work, text_bytes, progress), work.settings.vocab_size)
         write_atomic(work.folder / tokenizer.file_name, tokenizer.data)
         told.update(tokenizer_file=tokenizer.file_name, eos_id=tokenizer.eos_id)
     write_atomic(work.folder / SUMMARY, json.dumps(told))
+
+
+def _names(work: Work) -> str:
+    return ", ".join(name for name, _ in work.asked["groups"])
+
+
+def _check_share(work: Work, surveys: list[dict[str, Any]], to_train: int, text_bytes: int) -> None:
+    """Raises DataError if the bytes of text to train on are under 1 % of the text, with what of it cannot be read."""
+    skipped = [line for survey in surveys for line in survey["skipped"]]
+    skipped_bytes = sum(survey["skipped_bytes"] for survey in surveys)
+    if to_train < max(1, LEAST_SHARE * (text_bytes + skipped_bytes)):
+        what = f"{to_train:,} of {text_bytes + skipped_bytes:,} bytes of text would be trained on, less than 1 %"
+        left = f"{text_bytes - to_train:,} bytes are held out (--validation-fraction), {skipped_bytes:,} cannot be read"
+        raise DataError(f"{_names(work)}: {what}: {left}{''.join(f'; {line}' for line in skipped[:MOST_NAMED])}.")
 
 
 def _training_texts(work: Work, text_bytes: int, progress: Progress) -> Iterator[str]:
@@ -81,10 +107,10 @@ def _training_texts(work: Work, text_bytes: int, progress: Progress) -> Iterator
         for part in range(len(work.parts)):
             for document in work.documents(part):
                 advance(document.num_bytes)
-                is_chosen = not work.held_out(document) and document.draw("tokenizer") < share
-                if is_chosen and document.digest not in seen:
-                    seen.add(document.digest)
-                    yield document.text
+                part, _ = work.sides(document)
+                if part and part.draw("tokenizer") < share and part.digest not in seen:
+                    seen.add(part.digest)
+                    yield part.text
 
 
 def _assemble(work: Work, surveys: list[dict[str, Any]]) -> Path:
@@ -98,7 +124,9 @@ def _assemble(work: Work, surveys: list[dict[str, Any]]) -> Path:
         for block, told in enumerate(blocks):
             if told["documents"]:
                 train.append(TokenFile(work.file("block", block, "")))
-    validation, repeated = _held_out(work, folder)
+    validation, repeated, cut = _held_out(work, folder)
+    trained = Split(**{key: sum(told[key] for told in blocks) for key in ("documents", "tokens", "text_bytes")})
+    _check_share(work, surveys, trained.text_bytes, trained.text_bytes + validation.text_bytes)
     groups, digests = work.asked["groups"], iter([digest for survey in surveys for digest in survey["digests"]])
     files = iter([file for part in work.parts for file in part])
     sources = tuple(source_record(name, [next(files) for _ in range(count)], digests) for name, count in groups)
@@ -110,20 +138,22 @@ def _assemble(work: Work, surveys: list[dict[str, Any]]) -> Path:
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=token_dtype(tokenizer.vocab_size).name,
-        train=Split(**{key: sum(told[key] for told in blocks) for key in ("documents", "tokens", "text_bytes")}),
+        train=trained,
         validation=validation,
+        cut=cut,
         duplicates=sum(each["duplicates"] for each in (*surveys, *blocks)) + repeated,
         empty=sum(survey["empty"] for survey in surveys),
         skipped=tuple(line for survey in surveys for line in survey["skipped"]),
+        skipped_bytes=sum(survey["skipped_bytes"] for survey in surveys),
         files=tuple(StoredFile.of(file) for file in sorted(folder.iterdir())),
     )
     info.write(folder / DESCRIPTION)
     return folder
 
 
-def _held_out(work: Work, folder: Path) -> tuple[Split, int]:
-    """Writes the held-out documents of all parts, each once; returns their sizes, and how many came again."""
-    tokenizer, text_bytes, repeated = work.tokenizer, 0, 0
+def _held_out(work: Work, folder: Path) -> tuple[Split, int, int]:
+    """Writes the held-out documents of all parts, each once; returns their sizes, how many came again and were cut."""
+    tokenizer, text_bytes, repeated, cut = work.tokenizer, 0, 0, 0
     seen: set[str] = set()
     with (
         TokenFileWriter(folder / "validation", tokenizer.vocab_size) as writer,
@@ -131,13 +161,14 @@ def _held_out(work: Work, folder: Path) -> tuple[Split, int]:
     ):
         for part in range(len(work.parts)):
             with work.file("encode", part, ".held").open(encoding="utf-8") as rows:
-                for digest, name, text, num_bytes, ids in map(json.loads, rows):
+                for digest, name, text, num_bytes, is_cut, ids in map(json.loads, rows):
                     if digest in seen:
-                        repeated += 1
+                        repeated += not is_cut  # else its beginning has been counted
                         continue
                     seen.add(digest)
+                    cut += is_cut
                     writer.add([*ids, tokenizer.eos_id])
                     row = ValidationDocument(name, text, len(ids) + 1, num_bytes)
                     lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
                     text_bytes += num_bytes
-    return Split(documents=len(seen), tokens=writer.num_tokens, text_bytes=text_bytes), repeated
+    return Split(documents=len(seen), tokens=writer.num_tokens, text_bytes=text_bytes), repeated, cut

@@ -59,8 +59,14 @@ class Work:
         """Returns the documents of a part, exact duplicates within it dropped."""
         return Documents(self.parts[part], self.settings.max_bytes, self.asked["skip_corrupt"], self.settings.text_key)
 
-    def held_out(self, document: Document) -> bool:
-        return document.draw(f"validation {self.settings.seed}") < self.summary["held_out_below"]
+    def sides(self, document: Document) -> tuple[Document | None, Document | None]:
+        """Returns what of a document is trained on and what is held out: of one larger than that share, its end."""
+        is_drawn = document.draw(f"validation {self.settings.seed}") < self.settings.validation_fraction
+        if not is_drawn and document.digest.hex() != self.summary["held_out"]:
+            return document, None
+        if document.num_bytes <= self.summary["held_out_bytes"]:
+            return None, document
+        return document.cut(self.summary["held_out_bytes"])
 
     def count(self, stage: str) -> int:
         return self.summary["blocks"] if stage == "block" else len(self.parts)
@@ -86,16 +92,18 @@ class Work:
 
 def survey(work: Work, part: int, advance: Advance) -> dict[str, Any]:
     """Returns what a part holds: sizes, the extreme draws of its documents, what is left out, hashes of its files."""
-    documents, count, text_bytes, smallest, largest = work.documents(part), 0, 0, 1.0, 0.0
+    documents, count, text_bytes, longest, smallest, largest = work.documents(part), 0, 0, (0, ""), 1.0, 0.0
     for document in documents:
         count += 1
         text_bytes += document.num_bytes
+        longest = max(longest, (document.num_bytes, document.digest.hex()))
         draw = document.draw(f"validation {work.settings.seed}")
         smallest, largest = min(smallest, draw), max(largest, draw)
         advance(document.num_bytes)
     return {
-        "documents": count, "text_bytes": text_bytes, "smallest": smallest, "largest": largest,
+        "documents": count, "text_bytes": text_bytes, "longest": longest, "smallest": smallest, "largest": largest,
         "duplicates": documents.num_duplicates, "empty": documents.num_empty, "skipped": documents.skipped,
+        "skipped_bytes": documents.skipped_bytes,
         "digests": [file_digest(path) for path, _ in work.parts[part]],
     }  # fmt: skip
 
@@ -111,11 +119,15 @@ def encode(work: Work, part: int, advance: Advance) -> dict[str, Any]:
         replacement(work.file("encode", part, ".npy")) as begins,
     ):
         for chunk in _chunks(work.documents(part)):
-            for document, ids in zip(chunk, tokenizer.encode_batch([d.text for d in chunk]), strict=True):
-                documents += 1
+            documents += len(chunk)
+            sides = [(document, work.sides(document)) for document in chunk]
+            parts = [(part, part is side[1], part is not document) for document, side in sides for part in side if part]
+            for (document, is_held_out, is_cut), ids in zip(
+                parts, tokenizer.encode_batch([part.text for part, *_ in parts]), strict=True
+            ):
                 text_bytes += document.num_bytes
-                if work.held_out(document):
-                    row = (document.digest.hex(), document.name, document.text, document.num_bytes, ids)
+                if is_held_out:
+                    row = (document.digest.hex(), document.name, document.text, document.num_bytes, is_cut, ids)
                     held.write(json.dumps(row).encode() + b"\n")
                 else:
                     tokens = np.asarray([*ids, tokenizer.eos_id], np.int32).tobytes()

@@ -1,7 +1,7 @@
 """Readers: the documents of one file, whatever its format. Nothing damaged is passed over in silence.
 
-A reader yields `(place, text)` and calls `report(place, reason)` for what it cannot read; `report` decides whether
-that stops the build or is written down and skipped.
+A reader yields `(place, text)` and calls `report(place, reason, num_bytes)` for what it cannot read, the bytes where it
+knows them; `report` decides whether that stops the build or is written down and skipped.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any
 from cluster.record import suggestion
 from kit.errors import DataError
 
-Report = Callable[[str, str], None]
+Report = Callable[..., None]
 Texts = Iterator[tuple[str, str]]
 
 TEXT_KEY = "text"
@@ -53,7 +53,7 @@ def _whole(file: Path, name: str, report: Report, _: str) -> Texts:
         yield name, data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        report(f"{name}:{line}", f"not UTF-8 text (byte {data[error.start]:#04x})")
+        report(f"{name}:{line}", f"not UTF-8 text (byte {data[error.start]:#04x})", len(data))
 
 
 def _readme(file: Path, name: str, report: Report, text_key: str) -> Texts:
@@ -76,24 +76,66 @@ def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
 
 
 def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    import pyarrow  # which reads several frames as one, and says where the last is cut short
+    number = 0
+    with io.BufferedReader(_Unpacked(file), READ_BYTES) as stream:
+        try:
+            for line in stream:
+                number += 1
+                yield from _line(line, f"{name}:{number}", report, text_key)
+        except OSError as error:
+            report(name, f"cannot be read ({error}) beyond line {number:,}: what followed is lost")
 
-    with io.BufferedReader(pyarrow.input_stream(file, COMPRESSIONS.get(file.suffix)), READ_BYTES) as stream:  # type: ignore[arg-type]
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            place = f"{name}:{number}"
+
+def _line(line: bytes, place: str, report: Report, text_key: str) -> Texts:
+    if not line.strip():
+        return
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        report(place, f"not valid JSON ({error})", len(line))
+        return
+    text = row.get(text_key) if isinstance(row, dict) else None
+    if isinstance(text, str):
+        yield place, text
+    else:
+        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        report(place, f"no string under the key {text_key!r} (found: {keys}){OTHER_KEY}", len(line))
+
+
+class _Unpacked(io.RawIOBase):
+    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises OSError.
+
+    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in smaller pieces.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.place, self.size = file, 0, READ_BYTES
+        self.stream = self._opened()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        """Fills the beginning of a buffer and returns how many bytes that are."""
+        while True:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                report(place, f"not valid JSON ({error})")
-                continue
-            text = row.get(text_key) if isinstance(row, dict) else None
-            if isinstance(text, str):
-                yield place, text
+                count = self.stream.readinto(memoryview(buffer)[: self.size])
+            except OSError:
+                if self.size == 1:
+                    raise
+                self.size //= 1024
+                self.stream = self._opened()
             else:
-                keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                report(place, f"no string under the key {text_key!r} (found: {keys}){OTHER_KEY}")
+                self.place += count
+                return count
+
+    def _opened(self):
+        import pyarrow
+
+        stream, left = pyarrow.input_stream(self.file, COMPRESSIONS.get(self.file.suffix)), self.place
+        while left:
+            left -= len(stream.read(min(left, READ_BYTES)))
+        return stream
 
 
 def _parquet(file: Path, name: str, report: Report, text_key: str) -> Texts:

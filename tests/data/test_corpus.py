@@ -112,6 +112,24 @@ def test_compressed_lines_are_read_to_their_end_or_named(tmp_path, end, codec):
         list(Corpus(file))
 
 
+@pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
+@pytest.mark.parametrize(("end", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_of_a_file_cut_short_what_stands_before_the_cut_is_read(tmp_path, end, codec, rows):
+    """Two frames, of which the second lacks its last bytes: gzip's check alone, or its last block."""
+    compress = gzip.compress if codec == "gzip" else lambda data: pyarrow.compress(data, codec, asbytes=True)
+    texts = [f"document {i} {i * i}" for i in range(2 * rows)]
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
+    file = tmp_path / f"a.jsonl{end}"
+    file.write_bytes(b"".join(frames)[:-3])
+    corpus = Corpus(file, skip_corrupt=True)
+    read = [document.text for document in corpus]
+    assert read == texts[: len(read)] and len(read) >= (2 * rows if codec == "gzip" else rows)
+    assert corpus.skipped == [
+        f"a.jsonl{end}: cannot be read (Truncated compressed stream) beyond line {len(read):,}: what followed is lost"
+    ]
+
+
 def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
     """As `save_to_disk` and the hub leave it: streams of Arrow, splits, a card, and links to where the bytes lie."""
     for split in ("train", "test"):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from kit.commands.app import app
 from kit.data import Corpus, Dataset, build_dataset
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError
@@ -78,7 +80,7 @@ def test_description_names_what_was_used(built):
     assert {stored.name for stored in info.files} | {"dataset.json"} == set(contents(built))
     assert [source.name for source in info.settings.sources] == ["text.jsonl"]
     assert str(built.parent) not in (built / "dataset.json").read_text()
-    assert "330 entries" in dataset._repr_html_() and "1 duplicates" in dataset._repr_html_()
+    assert "330 entries" in dataset._repr_html_() and "1 duplicate," in dataset._repr_html_()
 
 
 def test_held_out_documents_do_not_shape_the_tokenizer(built):
@@ -163,8 +165,52 @@ def test_seed_and_fraction_choose_what_is_held_out(built, text, tmp_path):
 
 
 def test_one_document_at_least_is_held_out(text, tmp_path):
-    dataset = build_dataset(tmp_path / "x", text, **{**QUIET, "validation_fraction": 1e-9})
-    assert (dataset.info.train.documents, dataset.info.validation.documents) == (98, 1)
+    dataset = build_dataset(tmp_path / "x", text, **{**QUIET, "validation_fraction": 0.001})
+    assert (dataset.info.train.documents, dataset.info.validation.documents, dataset.info.cut) == (99, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory) -> Path:
+    """A long text, one that is not UTF-8, and a short document."""
+    folder = tmp_path_factory.mktemp("uneven") / "text"
+    folder.mkdir()
+    (folder / "good.txt").write_text("".join(hashlib.sha256(b"%d" % i).hexdigest()[:20] + "\n" for i in range(4000)))
+    (folder / "latin.txt").write_bytes("é".encode("latin-1") * 90_000)
+    (folder / "short.jsonl").write_text('{"text": "small one"}')
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path):
+    """Whatever the seed; its end is held out, as much as was asked, and nothing is in both parts."""
+    usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
+    dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
+    info, long = dataset.info, (uneven / "good.txt").read_text()
+    assert info.train.text_bytes + info.validation.text_bytes == len(long) + len("small one")
+    assert 0.019 * len(long) < info.validation.text_bytes < 0.021 * len(long) and info.cut == 1
+    decode = dataset.tokenizer().decode
+    parts = [decode(part.read(0, part.num_tokens).tolist()) for part in (dataset.train, dataset.validation)]
+    pieces = {piece for part in parts for piece in part.split("<|endoftext|>") if piece}
+    assert "small one" in pieces and "".join(sorted(pieces - {"small one"}, key=long.index)) == long
+    facts = dict(dataset.facts())
+    assert facts["read"].startswith("3 documents in 3 files, 0.17 MB")
+    assert facts["left out"] == "0 duplicates, 0 empty, 1 unreadable, 0.09 MB"
+    assert facts["unreadable"] == "text/latin.txt:1: not UTF-8 text (byte 0xe9)"
+
+
+def test_the_command_says_what_was_read_held_out_and_left_out(uneven, tmp_path):
+    long = str(uneven / "good.txt")
+    said = CliRunner().invoke(app, ["data", "build", str(tmp_path / "data"), "--source", long, "--vocab-size", "300"])
+    assert "1 document in 1 file" in said.stdout and "of 1 document the end" in said.stdout
+    many = tmp_path / "many"
+    shutil.copytree(uneven, many)
+    (many / "good.txt").unlink()
+    refused = (
+        r"many: 9 of 90,009 bytes of text would be trained on, less than 1 %: .* 90,000 cannot be read; many/latin"
+    )
+    with pytest.raises(DataError, match=refused):
+        build_dataset(tmp_path / "none", many, **QUIET, skip_corrupt=True)
+    assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
 
 
 def test_an_equal_dataset_is_reused(built, text, capsys):
@@ -215,8 +261,9 @@ def test_a_failed_build_leaves_nothing(text, tmp_path):
 
 def test_too_little_text_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("one document")
-    with pytest.raises(DataError, match="one.txt: 1 different documents with text; at least 2 are needed"):
-        build_dataset(tmp_path / "data", tmp_path / "one.txt", **QUIET)
+    (tmp_path / "none.txt").write_text("\n")
+    with pytest.raises(DataError, match="none.txt: 0 of 0 bytes of text would be trained on"):
+        build_dataset(tmp_path / "data", tmp_path / "none.txt", **QUIET)
     (tmp_path / "two.txt").write_text("another")
     with pytest.raises(DataError, match="all 2 documents would be held out. Lower validation_fraction"):
         build_dataset(tmp_path / "data", [tmp_path / "one.txt", tmp_path / "two.txt"], validation_fraction=0.999999)
