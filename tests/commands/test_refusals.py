@@ -258,6 +258,7 @@ def test_commands_that_refuse(finished: Run, tmp_path: Path, monkeypatch: pytest
     cases: list[tuple[type[Exception], str, tuple[str, ...]]] = [
         (RunError, "has finished", ("resume", run, "--set", "plan.data_parallel=8")),
         (ConfigError, "tensr_parallel", ("resume", run, "--steps", "40", "--set", "plan.tensr_parallel=8")),
+        (ConfigError, "recipe.seed: a run keeps it", ("resume", run, "--set", "recipe.seed=8")),
         (RunError, "nothing to stop", ("stop", run)),
         (RunError, "nothing to stop", ("stop", run, "--now")),
         (RunError, "nothing to checkpoint", ("checkpoint", run)),
