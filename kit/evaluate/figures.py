@@ -28,7 +28,7 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
         left.set_xlim(0, 1.2 * max(bars.values()))
         left.set_title("Bits per byte of held-out text: less is better")
         for place, score in enumerate(choices):
-            accuracy = score.metric("acc")
+            accuracy = next(metric for metric in score.metrics if metric.name.startswith("acc"))
             bits = next((metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None)
             row = {"task": score.task, "accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
             rows.append(row if bits is None else {**row, ANSWER_BITS: bits})

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import math
 import random
+import statistics
 import time
 import types
 from pathlib import Path
@@ -211,15 +213,17 @@ def score_task(
             lm, loaded.definition, samples=chosen, log_samples=False, confirm_run_unsafe_code=loaded.runs_code
         )
         seconds = time.perf_counter() - start
-    items = {
-        counts: sum(found["n-samples"][leaf][counts] for leaf in documents) for counts in ("effective", "original")
-    }
-    bits = answer_bits(loaded.leaves.values())
+    sizes, total = (
+        {leaf: found["n-samples"][leaf][counts] for leaf in documents} for counts in ("effective", "original")
+    )
+    group = loaded.definition.get("groups", {}).get(name)
+    alike = {part.metric for part in group.aggregate_metric_list if not part.weight_by_size} if group else set()
+    metrics = _metrics({**found["results"], **found.get("groups", {})}[name], sizes, alike)
     return TaskScore(
         task=name,
-        metrics=_metrics({**found["results"], **found.get("groups", {})}[name], items["effective"]) + bits,
-        num_items=items["effective"],
-        total_items=_full_items(loaded) or items["original"],
+        metrics=metrics + answer_bits(loaded.leaves.values()),
+        num_items=sum(sizes.values()),
+        total_items=_full_items(loaded) or sum(total.values()),
         limit=None if chosen is None else limit,
         seed=seed if chosen is not None or loaded.request.temperature else None,
         precision=lm.precision,
@@ -229,7 +233,7 @@ def score_task(
         num_samples=loaded.request.samples,
         temperature=loaded.request.temperature,
         top_p=loaded.request.top_p,
-        chance=_chance(loaded.leaves, documents, chosen),
+        chance=_chance(loaded.leaves, documents, chosen, alike),
         task_version=str(found["versions"].get(name, loaded.task.VERSION)),
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
@@ -264,8 +268,11 @@ def choose_items(task: str, total: int, limit: int | None, seed: int) -> list[in
     return sorted(random.Random(f"{seed}:{task}").sample(range(total), limit))
 
 
-def _metrics(found: dict[str, Any], num_items: int) -> tuple[Metric, ...]:
-    """Returns the numbers of a task; the harness keys them `<metric>,<filter>`."""
+def _metrics(found: dict[str, Any], sizes: dict[str, int], alike: set[str]) -> tuple[Metric, ...]:
+    """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
+
+    `sizes` are the items of each task, `alike` the metrics for which each task of the group counts alike.
+    """
     metrics = []
     for key, value in found.items():
         name, _, answer_filter = key.partition(",")
@@ -273,16 +280,46 @@ def _metrics(found: dict[str, Any], num_items: int) -> tuple[Metric, ...]:
             continue
         stderr = found.get(f"{name}_stderr,{answer_filter}")
         stderr = float(stderr) if isinstance(stderr, float) else None
-        metrics.append(Metric.of(name if answer_filter == "none" else key, float(value), stderr, num_items))
+        items = _effective_items(sizes, value, stderr) if name in alike else sum(sizes.values())
+        metrics.append(Metric.of(name if answer_filter == "none" else key, float(value), stderr, items))
     return tuple(metrics)
 
 
+def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:
+    """Returns of how many items, each of which counts alike, a share would vary as much as this mean of tasks does.
+
+    Its variance is taken as if all tasks had the mean's share, or as the harness's error says, whichever is more: few
+    items that all are right would have none. Source: L. Kish, "Survey Sampling", 1965, on effective sample sizes.
+    """
+    items = len(sizes) ** 2 / sum(1 / number for number in sizes.values())
+    return min(items, share * (1 - share) / stderr**2) if stderr and 0 < share < 1 else items
+
+
 def _chance(
-    leaves: dict[str, Any], documents: dict[str, list[Any]], chosen: dict[str, list[int]] | None
+    leaves: dict[str, Any], documents: dict[str, list[Any]], chosen: dict[str, list[int]] | None, alike: set[str]
 ) -> float | None:
-    """Returns the expected accuracy of guessing: the mean of one over the number of choices, of the scored items."""
-    if any(task.OUTPUT_TYPE != "multiple_choice" for task in leaves.values()):
-        return None
-    items = documents if chosen is None else {n: [documents[n][item] for item in chosen[n]] for n in leaves}
-    chances = [1 / len(task.doc_to_choice(doc)) for name, task in leaves.items() for doc in items[name]]
-    return sum(chances) / len(chances)
+    """Returns the expected accuracy of guessing, or None where it cannot be known.
+
+    The task's own code judges each choice as if the model gave it all probability: the mean of that is what guessing
+    scores, whether one answer is right, several are, or the score is the probability of the right ones.
+    """
+    chances = {}
+    for name, task in leaves.items():
+        items = documents[name] if chosen is None else [documents[name][item] for item in chosen[name]]
+        try:
+            chances[name] = [_guessed(task, item) for item in items]
+        except Exception:  # a definition is a program of its own, which may want other answers than these
+            return None
+    means = [statistics.fmean(each) for each in chances.values()]
+    chance = statistics.fmean(means if alike else [value for each in chances.values() for value in each])
+    return chance if math.isfinite(chance) else None
+
+
+def _guessed(task: Any, item: Any) -> float:
+    if task.OUTPUT_TYPE != "multiple_choice":
+        raise TypeError(f"{task.OUTPUT_TYPE}: nothing to choose from")
+    places = range(len(task.doc_to_choice(item)))
+    if not callable(task.config.process_results) and not task.multiple_target:  # the same, and a thousand times faster
+        return 1 / len(places)
+    scores = [task.process_results(item, [(0.0 if i == place else -1e4, False) for i in places]) for place in places]
+    return statistics.fmean(score["acc"] if "acc" in score else score["acc_norm"] for score in scores)

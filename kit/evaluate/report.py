@@ -38,8 +38,8 @@ class Metric(Record):
     high: float | None = field_doc("its upper end", default=None)
 
     @classmethod
-    def of(cls, name: str, value: float, stderr: float | None, num_items: int) -> Self:
-        """Returns a metric with its 95 % interval, as far as the items are a random draw.
+    def of(cls, name: str, value: float, stderr: float | None, num_items: float) -> Self:
+        """Returns a metric with its 95 % interval, as far as `num_items` are a random draw and count alike.
 
         It is Wilson's for a share of the items, which holds at 0 and 1 too (and is wider than need be where an item
         counts in part, as in pass@k of several samples); else 1.96 standard errors to each side, or none.
@@ -63,7 +63,7 @@ class Metric(Record):
         return f"{self.value:.{digits}f}" + (f" ({interval})" if interval else "")
 
 
-def wilson(share: float, num_items: int) -> tuple[float, float]:
+def wilson(share: float, num_items: float) -> tuple[float, float]:
     """Returns the 95 % interval of a share: those true shares that are within 1.96 of their own standard errors of it.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", J. Amer. Statist.
@@ -92,7 +92,7 @@ class TaskScore(Record):
     num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
     temperature: float = field_doc("of sampled texts; 0 is greedy", default=0.0)
     top_p: float = field_doc("of sampled texts", default=1.0)
-    chance: float | None = field_doc("accuracy of guessing; None where there is nothing to guess", default=None)
+    chance: float | None = field_doc("accuracy of guessing; None where nothing is guessed, or unknown", default=None)
     task_version: str = field_doc("of the task's definition")
     harness_version: str = field_doc("of lm-eval")
     data: tuple[DataSource, ...] = field_doc("files that the items came from")

@@ -1,9 +1,11 @@
 """Suites: every task loads with the harness's own definition from a mirror alone, and what cannot be had is named."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lm_eval.api.model import LM
 
@@ -11,7 +13,7 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate import evaluate_model
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, benchmark
 from kit.evaluate.code import CodeScorer
-from kit.evaluate.harness import load_task, score_task, task_manager
+from kit.evaluate.harness import LoadedTask, _chance, _metrics, load_task, score_task, task_manager
 from kit.evaluate.sandbox import Limits, Sandbox
 from kit.evaluate.task_data import Manifest, mirror_table
 
@@ -76,6 +78,11 @@ class _Canned(LM):
         self.prompts += [request.args[0] for request in requests]
         self.options += [request.args[1] for request in requests]
         return [self.answer(i, request.args[0]) for i, request in enumerate(requests)]
+
+
+def write_jsonl(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def canned(answer: Any) -> Any:
@@ -218,3 +225,70 @@ def test_the_table_of_a_mirror_says_what_it_lacks(full_mirror, tmp_path):
     empty = {row["task"]: row["items"] for row in mirror_table(tmp_path)}
     assert empty["piqa"] == "build with `kit eval data`"
     assert all(re.fullmatch(r"[A-Za-z0-9.\- ]+", row["licence"]) for row in rows.values())
+
+
+def test_chance_is_what_the_task_gives_a_model_that_guesses(tmp_path, no_network):
+    """By hand: of mc2 the share of true answers, since its score is their probability; of several right ones, any."""
+    questions = [
+        {"question": "Is it?", "mc1_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]},
+         "mc2_targets": {"choices": list("abcde"), "labels": [1, 1, 1, 0, 0]}},
+        {"question": "Was it?", "mc1_targets": {"choices": list("ab"), "labels": [1, 0]},
+         "mc2_targets": {"choices": list("abcd"), "labels": [1, 0, 0, 0]}},
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "truthfulqa/truthful_qa/multiple_choice/validation.jsonl", questions)
+    exam = [{"query": "Q", "choices": ["(A)a", "(B)b", "(C)c", "(D)d"], "gold": gold} for gold in ([0, 3], [1])]
+    write_jsonl(tmp_path / "hails/agieval-jec-qa-ca/test.jsonl", exam)
+    expected = {"truthfulqa_mc1": (1 / 4 + 1 / 2) / 2, "truthfulqa_mc2": (3 / 5 + 1 / 4) / 2,
+                "agieval_jec_qa_ca": (2 / 4 + 1 / 4) / 2}  # fmt: skip
+    for name, chance in expected.items():
+        loaded = load_task(name, mirror=tmp_path, task_data=tmp_path)
+        assert score_task(canned(None), loaded).chance == pytest.approx(chance), name
+    indifferent = canned(None)
+    indifferent.loglikelihood = lambda requests: [(-3.0, False)] * len(requests)
+    mass = score_task(indifferent, load_task("truthfulqa_mc2", mirror=tmp_path, task_data=tmp_path))
+    assert mass.metric("acc").value == pytest.approx(mass.chance), "no answer is likelier than another"
+
+
+def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_mirror):
+    loaded = load_task("piqa", mirror=full_mirror)
+    loaded.task.config.process_results = lambda doc, results: {"acc": doc["of another judge"]}
+    leaves = {"piqa": loaded.task}
+    assert _chance(leaves, {"piqa": list(loaded.task.eval_docs)}, None, set()) is None
+    assert score_task(canned(lambda *_: "no"), load_task("triviaqa", mirror=full_mirror)).chance is None
+
+
+def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(full_mirror, write_rows, tmp_path):
+    """Two tasks of 4 items with 2 choices and of 30 with 3 or 4, in a group as `weight_by_size: false` makes it."""
+    from lm_eval.api.group import Group
+
+    write_rows(tmp_path, "arc_challenge", [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"])
+    parts = [load_task("arc_challenge", mirror=tmp_path), load_task("arc_easy", mirror=full_mirror)]
+    group = Group.from_config({"group": "pair", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]})
+    for part in parts:
+        group.add(part.task)
+    definition = {"tasks": parts[0].leaves | parts[1].leaves, "groups": {"pair": group}}
+    pair = LoadedTask(request=TaskRequest(task="pair"), definition=definition, num_fewshot=0, data=())
+    found, small, large = (score_task(canned(None), loaded) for loaded in (pair, *parts))
+    assert found.metric("acc").value == pytest.approx((small.metric("acc").value + large.metric("acc").value) / 2)
+    assert found.chance == pytest.approx((1 / 2 + (1 / 3 + 1 / 4) / 2) / 2)
+    ends = found.metric("acc")
+    assert ends.low is not None and ends.high is not None and ends.stderr is not None
+    assert ends.high - ends.low > 3 * ends.stderr, "not that of 34 items"
+
+
+@pytest.mark.parametrize(
+    ("shares", "sizes"),
+    [((0.5, 0.5), (10, 1000)), ((0.9, 0.9), (10, 1000)), ((0.5, 0.99), (10, 1000)), ((0.9, 0.5), (10, 1000)),
+     ((0.3, 0.5, 0.7), (30, 300, 3000)), ((0.5,) + (0.99,) * 9, (10,) + (1000,) * 9), ((0.8,) * 40, (15,) * 40)],
+)  # fmt: skip
+def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
+    """Coverage in 4,000 draws of the items: 95 % is promised, and more is allowed where shares differ."""
+    drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
+    errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)  # of an unweighted mean
+    named = {str(i): size for i, size in enumerate(sizes)}
+    held = 0
+    for value, error in zip(drawn.mean(1).tolist(), errors.tolist(), strict=True):
+        [metric] = _metrics({"acc,none": value, "acc_stderr,none": error}, named, {"acc"})
+        assert metric.low is not None and metric.high is not None
+        held += metric.low <= np.mean(shares) <= metric.high
+    assert 0.92 < held / 4000
