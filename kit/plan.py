@@ -189,6 +189,15 @@ class Plan(Record):
                 raise ConfigError(f"plan.{name}: {value!r} is not allowed with engine {self.engine!r}: {reason}.")
 
     @property
+    def recomputes_whole(self) -> bool:
+        """Whether full recomputation runs a block to its end; `ModelSpec.hardware_flops_per_token` has the other way.
+
+        A compiled block is one operation, which cannot stop before its end. NxD's blocks, which were never counted,
+        are taken to do the same.
+        """
+        return self.compile or self.engine == "neuron"
+
+    @property
     def gpu_defaults(self) -> dict[str, Any]:
         """Fields that such a plan has on GPUs where nobody has said otherwise: bf16, and compiled where that pays.
 

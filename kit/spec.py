@@ -184,13 +184,17 @@ class ModelSpec(Record):
         layer = 4 * h**2 + 4 * h * kv + 4 * s * h + 6 * a * s + feed_forward
         return 3.0 * (L * layer + 4 * V * h)
 
-    def hardware_flops_per_token(self, recompute: Literal["none", "selective", "full"]) -> float:
+    def hardware_flops_per_token(self, recompute: Literal["none", "selective", "full"], *, whole: bool) -> float:
         """Returns the FLOPs per token that the device executes, for HFU.
 
-        `full` runs every block forward twice: + 2 x block weights + 4 L h s. `selective` repeats only element-wise
-        operations (norms, rotary, activation), which no FLOP basis counts, so it equals the model FLOPs.
+        `full` runs every block forward twice: + 2 x block weights + 4 L h s. With `whole`, to its end: Megatron's
+        checkpoint, which is reentrant, and `Plan.recomputes_whole`. Else without the last matrix product (- 2 L h f):
+        torch's non-reentrant checkpoint stops once it has the last tensor that the backward pass needs
+        (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only element-wise operations (norms,
+        rotary, activation), which no FLOP basis counts, so it equals the model FLOPs.
         """
-        again = self.num_layers * (2 * self.matmul_params_per_layer + 4 * self.hidden_size * self.sequence_length)
+        params = self.matmul_params_per_layer - (0 if whole else self.hidden_size * self.ffn_hidden_size)
+        again = self.num_layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
         return self.flops_per_token() + (again if recompute == "full" else 0)
 
     def _repr_html_(self) -> str:

@@ -225,7 +225,7 @@ def check_speed(rows: list[dict[str, Any]], logged: list[LoggedStep], asked: Des
     known = per_device[np.isfinite(per_device)]
     if not known.size:
         return ["no line tells how long a step took, so there are no speeds"]
-    model, hardware = spec.flops_per_token(), spec.hardware_flops_per_token(plan.recompute)
+    model, hardware = spec.flops_per_token(), spec.hardware_flops_per_token(plan.recompute, whole=True)
     typical, peak = float(np.median(known)), site.peak_flops_per_s(plan.precision)
     ceiling = site.device.matmul_flops_per_s.get(plan.precision)
     most = ceiling.value if ceiling else peak

@@ -270,7 +270,7 @@ def _utilisation(run: Run, attempt: int) -> tuple[float, float]:
         plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
     except ConfigError:  # written this moment, or damaged
         plan, site = run.plan, run.site
-    return utilisation_rates(run.spec, plan, site) or (math.nan, math.nan)
+    return utilisation_rates(run.spec, plan, site, is_imported=run.is_imported) or (math.nan, math.nan)
 
 
 def _curves(run: Run) -> Curves:

@@ -28,7 +28,8 @@ def export_table(run: Run, *, every_attempt: bool = False) -> Any:
 
     recorded = [row for rows in MetricsFollower(run.directory / "metrics.jsonl").parts() for row in rows]
     kept = recorded if every_attempt else _newest(recorded)
-    metrics = rows_to_metrics(kept, spec=run.spec, plans=run.plans(), site=run.site, other_sites=run.other_sites())
+    where: dict[str, Any] = {"plans": run.plans(), "site": run.site, "other_sites": run.other_sites()}
+    metrics = rows_to_metrics(kept, spec=run.spec, is_imported=run.is_imported, **where)
     names = list(metrics.columns) + sorted({name for row in kept for name in row} - set(metrics.columns))
     columns = {name: _column([row.get(name) for row in kept]) for name in names}
     columns |= {name: pyarrow.array(column) for name, column in _derived(metrics, total=not every_attempt).items()}

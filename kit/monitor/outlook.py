@@ -117,7 +117,7 @@ def draw_band(axis: Any, band: Band | None, first_steps: Mapping[int, float], la
 def _band(run: Run, attempt: int, expected: "Expectation") -> Band:
     tokens = expected.plan.global_batch_size * run.spec.sequence_length
     slow, fast = tokens / expected.high_s, tokens / expected.low_s
-    rates = utilisation_rates(run.spec, expected.plan, expected.site)
+    rates = utilisation_rates(run.spec, expected.plan, expected.site, is_imported=run.is_imported)
     return Band(
         attempt=attempt, step_time_s=(expected.low_s, expected.high_s), tokens_per_s=(slow, fast),
         mfu=None if rates is None else (rates[0] * slow, rates[0] * fast),

@@ -115,7 +115,7 @@ def live_row(run: Run) -> dict[str, Any]:
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}
-    metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site)
+    metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site, is_imported=run.is_imported)
     if metrics.why_no_mfu == "above the peak":
         row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('alerts', run.directory)}"
     return {**row, **metrics.summary()}

@@ -35,7 +35,8 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
         plans, elsewhere = run.plans(), run.other_sites()
     except ConfigError:  # damaged; what was recorded is still worth sending
         plans, elsewhere = {}, {}
-    metrics = rows_to_metrics(rows, spec=run.spec, plans=plans, site=run.site, other_sites=elsewhere)
+    of_run: dict[str, Any] = {"spec": run.spec, "site": run.site, "is_imported": run.is_imported}
+    metrics = rows_to_metrics(rows, plans=plans, other_sites=elsewhere, **of_run)
     derived = {"tokens_per_s": metrics.tokens_per_s, "mfu": metrics.mfu(), "hfu": metrics.hfu()}
     found = []
     for i, row in enumerate(rows):

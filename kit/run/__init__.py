@@ -148,7 +148,7 @@ class Run:
         from kit.run.metrics import Metrics
 
         read = Metrics.read(self.directory / "metrics.jsonl", spec=self.spec, plans=self.plans(), site=self.site)
-        return dataclasses.replace(read, other_sites=self.other_sites())
+        return dataclasses.replace(read, other_sites=self.other_sites(), is_imported=self.is_imported)
 
     def dataset(self) -> "Dataset":
         """Returns the token files that the run reads."""

@@ -43,6 +43,8 @@ class Metrics:
     skipped_lines: int
     other_sites: Mapping[int, Site] = dataclasses.field(default_factory=dict)
     """Of attempts that ran elsewhere than on `site`."""
+    is_imported: bool = False
+    """Whether another trainer than the kit's made the steps."""
 
     @classmethod
     def read(cls, file: Path, *, spec: ModelSpec, plans: dict[int, Plan], site: Site) -> "Metrics":
@@ -106,7 +108,8 @@ class Metrics:
         """Returns MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
-            found = utilisation_rates(self.spec, plan, self.other_sites.get(attempt, self.site))
+            site = self.other_sites.get(attempt, self.site)
+            found = utilisation_rates(self.spec, plan, site, is_imported=self.is_imported)
             if found is None and attempt not in self.other_sites:
                 return None
             rates[:, self["attempt"] == attempt] = np.array(found or (np.nan, np.nan))[:, None]
@@ -133,14 +136,18 @@ class Metrics:
         }
 
 
-def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site) -> tuple[float, float] | None:
-    """Returns MFU and HFU at one token per second, to which both are proportional; None for an unknown peak."""
+def utilisation_rates(spec: ModelSpec, plan: Plan, site: Site, *, is_imported: bool) -> tuple[float, float] | None:
+    """Returns MFU and HFU at one token per second, to which both are proportional; None for an unknown peak.
+
+    Of another trainer's steps, full recomputation is counted whole, as Megatron runs it and the papers count it.
+    """
     peak, devices = site.peak_flops_per_s(plan.precision), plan.num_devices
     if peak is None:
         return None
     if site.scheduler == "local":  # more processes than cores share the cores
         devices = min(devices, site.devices_per_node)
-    return spec.flops_per_token() / (peak * devices), spec.hardware_flops_per_token(plan.recompute) / (peak * devices)
+    executed = spec.hardware_flops_per_token(plan.recompute, whole=is_imported or plan.recomputes_whole)
+    return spec.flops_per_token() / (peak * devices), executed / (peak * devices)
 
 
 def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:

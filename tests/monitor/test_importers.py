@@ -24,6 +24,7 @@ from kit.monitor import alerts, run_figure, status_row, status_table
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.monitor.goodput import ledger
+from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec
@@ -221,6 +222,11 @@ def test_views_work_on_an_imported_run(log: Path) -> None:
     assert (row["state"], row["step"], row["num_steps"]) == ("imported", 5, 5)
     assert row["reason"] == "the log says that training is done, at step 5"
     assert status_table(run) and len(run_figure(run)[1]["step"]) == 5
+    dashboard = Dashboard(run)
+    dashboard.read()
+    rows = [json.loads(row) for row in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    told = [dashboard.facts()["hfu"], export_table(run)["hfu"].to_pylist()[-1], scalars(run, rows)[-1]["hfu"]]
+    assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01), "the whole block again, as Megatron runs and counts it"
     assert "149.46" in run.job.logs()
 
 

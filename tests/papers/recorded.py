@@ -36,7 +36,7 @@ def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
     spec = ModelSpec.preset("gpt-175b")
     plan = Plan(tensor_parallel=4, pipeline_parallel=16, data_parallel=replicas, zero_stage=1, global_batch_size=640,
                 recompute="full", precision="bf16")  # fmt: skip
-    rate = hfu * 191.5e12 * plan.num_devices / spec.hardware_flops_per_token("full")
+    rate = hfu * 191.5e12 * plan.num_devices / spec.hardware_flops_per_token("full", whole=plan.recomputes_whole)
     return record(directory, spec, plan, Site.load("frontier"), rate)
 
 

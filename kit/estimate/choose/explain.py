@@ -144,7 +144,9 @@ class Answer:
 
     @property
     def _hfu(self) -> float:
-        return float(np.broadcast_to(self._time.hfu(), (1,))[0])
+        flops = self.search.spec.hardware_flops_per_token(self.plan.recompute, whole=self.plan.recomputes_whole)
+        peak = self.plan.num_devices * float(self.search.machine.hardware.peak_flops_per_s)
+        return float(self._time.tokens_per_s[0]) * flops / peak
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""

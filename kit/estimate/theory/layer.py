@@ -74,7 +74,9 @@ def layer_time(x: Layouts, hardware: Hardware, c: Coefficients, links: Links) ->
     forward_s = np.maximum(forward, launches)
     backward_s = np.maximum(backward, c.backward_launches * launches)
     again = np.where(x.recompute == SELECTIVE, np.where(flash, elementwise, attention), 0.0)
-    again = np.where(x.recompute == FULL, forward_s, again)
+    # Blocks of the kit that are not compiled stop before their last product and its sum: `Plan.recomputes_whole`.
+    last = np.where(x.native & np.logical_not(x.compiled), gemm * h * f / layer_params(x) + sums / 2, 0.0)
+    again = np.where(x.recompute == FULL, forward_s - last, again)
     return Layer(
         gemm=3 * gemm, attention=x.where(flash, 3.5, 3.0) * attention,
         elementwise=2.6 * elementwise + casts + casts_backward, tensor_parallel=sums + sums_backward,

@@ -13,14 +13,13 @@ import numpy as np
 from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed, small_sums
 from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layer import Layer, layer_params, layer_time, product_time
-from kit.estimate.theory.layouts import RECOMPUTE, SCHEDULES, Array, Layouts
+from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 
 BACKWARD = 2 / 3
 """Of a layer's time, by its backward pass."""
 STAGE_JITTER = 0.005
 """How much longer a pipeline takes per doubling of its stages, since each waits for whichever is late."""
 ZERO_BUBBLE, ZBV = SCHEDULES.index("zero_bubble"), SCHEDULES.index("zbv")
-FULL = RECOMPUTE.index("full")
 LAYER_TERMS = (
     "gemm", "attention", "elementwise", "host_launch", "tensor_parallel", "context_parallel", "recompute",
 )  # fmt: skip
@@ -55,13 +54,6 @@ class StepTime:
     def tokens_per_s(self) -> Array:
         """Of all devices together."""
         return self.layouts.global_batch_size * self.layouts.sequence_length / self.total_s
-
-    def hfu(self) -> Array:
-        """Returns the FLOP/s of `FlopBasis.MODEL` and the forward pass of full recomputation, over the peak, 0-1."""
-        x = self.layouts
-        again = 2 * x.num_layers * (layer_params(x) + 2 * x.hidden_size * x.sequence_length)
-        flops = model_flops_per_token(x) + np.where(x.recompute == FULL, again, 0.0)
-        return self.tokens_per_s * flops / (x.num_devices * self.hardware.peak_flops_per_s)
 
     def days(self, tokens: float) -> Array:
         """Returns days for a token budget, without restarts."""
