@@ -13,6 +13,7 @@ from kit.commands.options import JsonOption, SetOption, parse_settings, tell
 from kit.errors import ConfigError
 from kit.recipe import Recipe
 from kit.show.terminal import Table
+from kit.spec import PRESETS
 
 app = typer.Typer()
 
@@ -44,6 +45,8 @@ def rehearse(
     if run is not None:
         if other := [name for name, value in (("--model", model), ("--recipe", recipe)) if value is not None]:
             raise ConfigError(f"{other[0]}: not with RUN, which has one. Give one of them.")
+        if str(run) in PRESETS and not run.exists():
+            raise ConfigError(f"{run}: there is no such run directory, but a model of that name. Give --model {run}.")
         known = Run.open(run)
         spec, fields = known.spec.replace(**changes["spec"]), known.recipe.to_dict() | changes["recipe"]
         layout, place = known.plan.replace(**changes["plan"]), Site.load(site) if site else known.site

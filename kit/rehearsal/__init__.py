@@ -15,7 +15,6 @@ from kit.rehearsal.job import Job
 from kit.rehearsal.running import plan as plan_stage
 from kit.rehearsal.running import ranks, signs_of_life, start
 from kit.rehearsal.saving import checkpoints, data, failures, scores
-from kit.show.results import format_value
 from kit.show.table import Table
 from kit.spec import ModelSpec
 
@@ -62,10 +61,7 @@ class Rehearsal:
     def rows(self) -> list[tuple[str, ...]]:
         """The counts as text."""
         verdicts = {True: "yes", False: "NO", None: ""}
-        return [
-            (c.stage, c.what, format_value(c.value, c.unit), c.limit_text, verdicts[c.fits], c.known, c.note)
-            for c in self.counts
-        ]
+        return [(c.stage, c.what, c.text, c.limit_text, verdicts[c.fits], c.known, c.note) for c in self.counts]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""

@@ -13,7 +13,8 @@ class Count:
 
     stage: str
     what: str
-    value: float
+    value: float | None
+    """None: not known."""
     unit: str = ""
     limit: float | None = None
     """The highest value that fits."""
@@ -27,7 +28,12 @@ class Count:
     @property
     def fits(self) -> bool | None:
         """Whether it is within its limit; None without one."""
-        return None if self.limit is None else self.value <= self.limit
+        return None if self.limit is None or self.value is None else self.value <= self.limit
+
+    @property
+    def text(self) -> str:
+        """The value for people."""
+        return "not known" if self.value is None else format_value(self.value, self.unit)
 
     @property
     def limit_text(self) -> str:

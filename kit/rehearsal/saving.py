@@ -75,22 +75,24 @@ def failures(job: Job) -> list[Count]:
     """What failures cost at the recipe's cadence of checkpoints, and at the best one."""
     hours = job.hours_between_failures or DEVICE_HOURS_BETWEEN_FAILURES / job.plan.num_devices
     source = "yours" if job.hours_between_failures else "as of H100 in arXiv 2407.21783, by the device"
+    count = functools.partial(Count, stage="failures", known="modelled")
+    counts = [count(what="mean time between failures", value=hours, unit="h", note=source)]
     storage, size = job.site.storage, job.checkpoint_bytes
-    read_s, write_s = (
-        size / rate.value if rate else 0.0 for rate in (storage.read_bytes_per_s, storage.write_bytes_per_s)
-    )
+    if storage.read_bytes_per_s is None or storage.write_bytes_per_s is None:
+        lacking = "restarts and lost steps: give site.storage.read_bytes_per_s and site.storage.write_bytes_per_s"
+        return [*counts, count(what="what they cost", value=None, note=lacking)]
+    read_s, write_s = size / storage.read_bytes_per_s.value, size / storage.write_bytes_per_s.value
     goodput = Goodput(
         between_failures_s=hours * 3600, save_s=size / job.plan.num_devices / COPY_BYTES_PER_S,
-        restart_s=SILENT_AFTER_S + START_S + read_s,
+        restart_s=SILENT_AFTER_S + START_S + read_s, write_s=write_s,
     )  # fmt: skip
-    best_s = max(goodput.best_interval_s(), write_s)  # one save is written while training goes on to the next
+    best_s = goodput.best_interval_s()
     restart = (f"noticed {SILENT_AFTER_S:.0f}, started {START_S:.0f} (assumed), checkpoint read {read_s:.0f} s; "
                f"without the queue")  # fmt: skip
     cadence = f"checkpoint_every {job.recipe.checkpoint_every}" if job.recipe.checkpoint_every else "only at the end"
     rate = f"{size / best_s / 1e9:,.0f} GB/s to be written"
-    count = functools.partial(Count, stage="failures", known="modelled")
     return [
-        count(what="mean time between failures", value=hours, unit="h", note=source),
+        *counts,
         count(what="a restart", value=goodput.restart_s, unit="s", note=restart),
         count(what="best time between checkpoints", value=best_s / 60, unit="min",
               note=f"checkpoint_every {max(1, round(best_s / job.step_s[0])):,} (Daly 2006); {rate}"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import kit
 from cluster.job import Job
@@ -57,7 +58,7 @@ def _wait_for(job: Job, step: int) -> None:
 
 
 def _compare(told: Rehearsal, run: Run, seconds: float) -> list[Row]:
-    counts = {count.what: count for count in told.counts}
+    counts: dict[str, Any] = {count.what: count for count in told.counts}
     written = sum(file.stat().st_size for file in run.checkpoints.path(run.checkpoints.newest()).iterdir())
     size = counts["kept"].value * 1e12 / (run.recipe.keep_last + 1)
     ranks = [pid for pid in _processes(run) if _read(pid, "comm").startswith("rank ")]

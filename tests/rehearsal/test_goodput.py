@@ -6,9 +6,9 @@ import pytest
 from kit.rehearsal.goodput import Goodput
 
 JOBS = [
-    Goodput(between_failures_s=16 * 3600, save_s=60, restart_s=600),
-    Goodput(between_failures_s=3 * 3600, save_s=5, restart_s=120),
-    Goodput(between_failures_s=3600, save_s=300, restart_s=900),
+    Goodput(between_failures_s=16 * 3600, save_s=60, restart_s=600, write_s=0),
+    Goodput(between_failures_s=3 * 3600, save_s=5, restart_s=120, write_s=0),
+    Goodput(between_failures_s=3600, save_s=300, restart_s=900, write_s=0),
 ]
 
 
@@ -35,5 +35,18 @@ def test_a_simulated_job_is_as_slow(job):
 
 
 def test_saves_that_take_longer_than_failures_let_are_no_more_frequent():
-    job = Goodput(between_failures_s=100, save_s=300, restart_s=10)
+    job = Goodput(between_failures_s=100, save_s=300, restart_s=10, write_s=0)
     assert job.best_interval_s() == 100
+
+
+@pytest.mark.parametrize(
+    ("between_failures_s", "write_s"), [(3.16 * 3600, 0), (3.16 * 3600, 300), (3.16 * 3600, 900), (3600, 300)]
+)
+def test_a_save_counts_only_when_it_has_been_written(between_failures_s, write_s):
+    """Attempts of random length, each of which keeps the steps before its newest save that is whole."""
+    job = Goodput(between_failures_s=between_failures_s, save_s=5, restart_s=200, write_s=write_s)
+    interval = job.best_interval_s()
+    lasted = np.random.default_rng(0).exponential(between_failures_s, 100_000)
+    written = np.maximum(lasted - job.restart_s - write_s, 0) // (interval + job.save_s)  # saves whole before the end
+    assert job.at(interval) == pytest.approx(written.sum() * interval / lasted.sum(), abs=0.005)
+    assert interval >= write_s, "one is written at a time"

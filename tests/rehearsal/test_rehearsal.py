@@ -1,6 +1,7 @@
 """Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -33,7 +34,7 @@ def of(name: str, **changes) -> tuple[ModelSpec, Plan]:
     return ModelSpec.preset(published.model), published.plan.replace(**changes)
 
 
-def count(found: Rehearsal, what: str):
+def count(found: Rehearsal, what: str) -> Any:
     return next(count for count in found.counts if count.what == what)
 
 
@@ -59,6 +60,10 @@ def test_70b_on_8192_cores_fits():
     found = rehearse(spec, plan.replace(global_batch_size=1024), RECIPE, packed)
     assert plan.num_devices == 8192 and found.fits, found.title
     assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on what is ordered"
+    costs = [row for row in found.rows if row[0] == "failures"]
+    assert [row[1] for row in costs] == ["mean time between failures", "what they cost"] and costs[1][2] == "not known"
+    assert "give site.storage.read_bytes_per_s" in costs[1][-1], "rates that nobody has stated are not zeros"
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
 
 
 @pytest.mark.parametrize("name", ["frontier-22b", "frontier-175b", "frontier-1t", "hlat-7b", "hlat-70b"])
@@ -125,3 +130,5 @@ def test_the_command_says_it_in_its_exit_code(tmp_path):
     assert {"plan", "ranks", "start", "checkpoint", "failures"} <= {found["stage"] for found in said["counts"]}
     nothing = CliRunner().invoke(app, ["rehearse"])
     assert "Give RUN, or --site with --recipe" in str(nothing.exception)
+    model = CliRunner().invoke(app, ["rehearse", "gpt-1t"])
+    assert "Give --model gpt-1t" in str(model.exception)
