@@ -230,6 +230,19 @@ def test_bad_input_is_refused(change, message):
         plan_report(values.pop("model"), **values)
 
 
+def test_how_many_devices_would_do_is_said():
+    spec, sizes = ModelSpec.preset("gpt-1t"), [2**i for i in range(4, 12)]
+    fits = []
+    for size in sizes:
+        with contextlib.suppress(ConfigError):
+            fits += [size] if search(spec, FRONTIER, size, 640).feasible.any() else []
+    assert sizes[0] < fits[0] < sizes[-1]
+    with pytest.raises(ConfigError, match=rf"Use {fits[0]:,} devices, a smaller model"):
+        search(spec, FRONTIER, sizes[0], 640)
+    with pytest.raises(ConfigError, match="Use more devices, a smaller model"):
+        search(spec, FRONTIER, 16, 1, only={"tensor_parallel": [2], "pipeline_parallel": [8]})
+
+
 def test_a_site_without_a_number_is_named():
     bare = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=None))
     with pytest.raises(ConfigError, match="memory_bytes"):

@@ -5,7 +5,7 @@ would change it, is in `explain.py`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -215,27 +215,41 @@ def search(
     machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
     engine = engine or site.engine
     ours = kernels is None and engine == "native" and site.device.is_gpu  # not another code base
-    layouts = candidates(
-        spec, num_devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
-        narrow=precision != "bf16", native=ours, **layout_kernels,
-    )  # fmt: skip
-    if ours:  # as `Plan.gpu_defaults` has it
-        cut = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")])
-        layouts = dataclasses.replace(layouts, compiled=~(cut & (layouts.pipeline_parallel > 1)))
-    time_s, used_bytes = machine.evaluate(layouts)
-    found = Search(
-        spec=spec, machine=machine, num_devices=num_devices, global_batch_size=global_batch_size, max_risk=max_risk,
-        engine=engine, precision=precision, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
-    )  # fmt: skip
+
+    def on(devices: int) -> Search:
+        layouts = candidates(
+            spec, devices, global_batch_size, engine=engine, only=only, node_devices=site.devices_per_node,
+            narrow=precision != "bf16", native=ours, **layout_kernels,
+        )  # fmt: skip
+        if ours:  # as `Plan.gpu_defaults` has it
+            cut = np.isin(layouts.schedule, [SCHEDULES.index(name) for name in ("zero_bubble", "zbv")])
+            layouts = dataclasses.replace(layouts, compiled=~(cut & (layouts.pipeline_parallel > 1)))
+        time_s, used_bytes = machine.evaluate(layouts)
+        return Search(
+            spec=spec, machine=machine, num_devices=devices, global_batch_size=global_batch_size, max_risk=max_risk,
+            engine=engine, precision=precision, layouts=layouts, step_time_s=time_s, used_bytes=used_bytes,
+        )  # fmt: skip
+
+    found = on(num_devices)
     if not found.feasible.any():
-        least = int(used_bytes.argmin())
+        least = int(found.used_bytes.argmin())
         raise ConfigError(
             f"plan: no layout of {spec.name} on {num_devices} devices of {site.name} fits in memory with a risk of at "
-            f"most {max_risk:.0%}. The leanest needs {used_bytes[least] / 1e9:.1f} GB of "
-            f"{float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device ({describe(found.row(least))}). Use more "
-            f"devices, a smaller model or sequence length, or accept more risk."
+            f"most {max_risk:.0%}. The leanest needs {found.used_bytes[least] / 1e9:.1f} GB of "
+            f"{float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device ({describe(found.row(least))}). Use "
+            f"{_enough(on, num_devices)}, a smaller model or sequence length, or accept more risk."
         )
     return found
+
+
+def _enough(on: Callable[[int], Search], num_devices: int) -> str:
+    """Returns `128 devices`: the first of 2, 4, 8 ... times as many on which a layout fits, where there are such."""
+    try:
+        while not on(num_devices := 2 * num_devices).feasible.any():
+            pass
+    except ConfigError:  # the batch does not divide over so many
+        return "more devices"
+    return f"{num_devices:,} devices"
 
 
 def machine_of(
