@@ -1,12 +1,14 @@
 """The panel of notebook 02 without a browser: what it computes, refuses, writes, and how long that takes."""
 
 import html
+import re
 import time
 
 import pytest
 
 import kit
 from kit.estimate import Layouts, Panel, published_calibration, search
+from kit.estimate.choose.figures import memory_figure
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.search import machine_of
 from kit.plan import Plan
@@ -35,6 +37,21 @@ def test_it_says_what_the_search_says(panel: Panel) -> None:
     assert found.risk == pytest.approx(row["out_of_memory_probability"], abs=0.01)
     for title in found.texts.values():
         assert " to " in title, "each with its interval"
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}])
+def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
+    """Heights read from the drawing: of the rectangles over each pipeline device, and of the line at its memory."""
+    panel = Panel("gpt-175b", "frontier", PLAN.replace(**changes))
+    title, drawn = re.findall(r"<div>(Memory: .*?)</div>(<svg.*?</svg>)", panel.view.value)[0]
+    boxes = re.findall(r"M([\d.]+) [\d.]+h[\d.]+v([\d.]+)", drawn)
+    heights = {x: sum(float(height) for left, height in boxes if left == x) for x, _ in boxes}
+    limit = 130 - float(re.findall(r"<line x1='0.0' y1='([\d.]+)'", drawn)[0])
+    used, capacity = re.findall(r"Memory: ([\d.]+) GiB .* of (\d+) on", title)[0]
+    assert max(heights.values()) / limit == pytest.approx(float(used) / float(capacity), abs=0.01)
+    assert "</svg> reserve</span>" in panel.view.value
+    rows = memory_figure({"": panel.estimate().stages}, 0.0)[1]
+    assert max(row["GiB"] for row in rows) == pytest.approx(float(used), abs=0.06), "and in the still"
 
 
 def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(panel: Panel) -> None:

@@ -7,11 +7,13 @@ import numpy as np
 
 from kit.estimate.choose.search import Search
 from kit.estimate.theory.layouts import Array
-from kit.estimate.theory.memory import TERMS, StageMemory
+from kit.estimate.theory.memory import StageMemory
+from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
-MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6")
+MEMORY_COLOURS = ("#0072B2", "#56A0D3", "#A9CBE6", "#B34D00", "#E39A63", "#9A4A78", "#CC97B6", "#BFBFBF")
+"""Of `kit.estimate.theory.memory.TERMS`, and the reserve."""
 TIME_COLOURS = {
     "gemm": "#0072B2", "attention": "#56A0D3", "elementwise": "#A9CBE6", "recompute": "#5E7F99",
     "host_launch": "#B8C4CC",
@@ -22,18 +24,21 @@ TIME_COLOURS = {
 """Computation blue, communication brown, waiting purple, the rest green and grey."""
 
 
-def memory_figure(stages: Mapping[str, StageMemory], device_bytes: float) -> tuple[Any, Rows]:
+def memory_figure(
+    stages: Mapping[str, StageMemory], device_bytes: float, reserve: Reserve = RESERVE
+) -> tuple[Any, Rows]:
     """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and their table.
 
-    `stages` come from `memory_by_stage`, by title; the memory of a device is drawn as a line.
+    The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by title; the memory of a
+    device is drawn as a line.
     """
     rows: Rows = []
     with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
             bottom = np.zeros(count)
-            for name, colour in zip(TERMS, MEMORY_COLOURS, strict=True):
-                size = np.broadcast_to(stage.term(name), count) / 2**30
+            for (name, held), colour in zip(stage.with_reserve(reserve).items(), MEMORY_COLOURS, strict=True):
+                size = np.broadcast_to(held, count) / 2**30
                 axis.bar(range(count), size, bottom=bottom, color=colour, width=0.85, label=name.replace("_", " "))
                 bottom = bottom + size
             rows += [{"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)]

@@ -21,7 +21,7 @@ from kit.estimate.choose.search import Machine, machine_of, seconds
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
-from kit.estimate.theory.memory import TERMS, StageMemory, memory_by_stage
+from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import Simulation, simulate_plan
 from kit.estimate.theory.timeline import COLOURS, IDLE, NAMES, timeline_figure
 from kit.plan import Plan
@@ -110,7 +110,7 @@ class Estimate:
 
         capacity = float(self.machine.hardware.memory_bytes)
         layout = f"{self.spec.name}, {self.machine.site.name}, {self.plan.num_devices:,} devices"
-        figures = (memory_figure({layout: self.stages}, capacity)[0],
+        figures = (memory_figure({layout: self.stages}, capacity, self.machine.reserve)[0],
                    breakdown_figure({f"{seconds(self.step_s[0])} s": self.terms_s})[0],
                    timeline_figure(self.timeline)[0])  # fmt: skip
         pictures = []
@@ -129,7 +129,8 @@ class Estimate:
     def _memory(self) -> str:
         """Returns a bar per pipeline device, stacked by term; a line at its memory, a whisker on the fullest."""
         count, height = self.plan.pipeline_parallel, 130
-        terms = [np.broadcast_to(self.stages.term(name), count) for name in TERMS]
+        held = self.stages.with_reserve(self.machine.reserve)
+        terms = [np.broadcast_to(size, count) for size in held.values()]
         capacity, total = float(self.machine.hardware.memory_bytes), sum(terms)
         scale = height / (1.05 * max(capacity, self.used_bytes[2], float(np.max(total))))
         slot, bottom, parts = WIDTH / count, np.zeros(count), []
@@ -140,7 +141,7 @@ class Estimate:
         fullest, limit = slot * (int(np.argmax(total)) + 0.45), height - scale * capacity
         low, high = (height - scale * end for end in self.used_bytes[1:])
         parts += [_line(fullest, high, fullest, low, 2), _line(0, limit, WIDTH, limit, 1)]
-        return _svg(parts, height) + _legend(dict(zip(TERMS, MEMORY_COLOURS, strict=True)))
+        return _svg(parts, height) + _legend(dict(zip(held, MEMORY_COLOURS, strict=True)))
 
     def _step(self) -> str:
         """Returns the terms of a step as one bar, with its interval as a whisker."""

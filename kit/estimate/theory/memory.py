@@ -97,6 +97,11 @@ class StageMemory:
         """Sum of the terms, reserve not included."""
         return self.state + self.dynamic
 
+    def with_reserve(self, reserve: Reserve) -> dict[str, Array]:
+        """Returns bytes by term, `reserve` last; their sum is what a device uses."""
+        left = reserve.used_bytes(self.state, self.dynamic) - self.total
+        return {name: self.term(name) for name in TERMS} | {"reserve": left}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -123,7 +128,7 @@ class Memory:
         stages = [each for each in (self.first, self.last, self.second) if each is not None]
         used = np.stack(np.broadcast_arrays(*(self._used(each) for each in stages)))
         heaviest = used.argmax(axis=0)[None]
-        columns = [self._terms(each) for each in stages]
+        columns = [each.with_reserve(self.reserve) for each in stages]
         return {
             name: np.take_along_axis(
                 np.stack([np.broadcast_to(column[name], used.shape[1:]) for column in columns]), heaviest, axis=0
@@ -133,9 +138,6 @@ class Memory:
 
     def _used(self, stage: StageMemory) -> Array:
         return self.reserve.used_bytes(stage.state, stage.dynamic)
-
-    def _terms(self, stage: StageMemory) -> dict[str, Array]:
-        return {name: stage.term(name) for name in TERMS} | {"reserve": self._used(stage) - stage.total}
 
 
 def memory(
