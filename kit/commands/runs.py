@@ -135,7 +135,7 @@ def _operators(profile: "Profile", rank: int, operators: "list[Operator]") -> Ta
 
 @app.command()
 def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List what deserved a look: lost, jumping or creeping losses, stalls, falling MFU, slow ranks, dead jobs."""
+    """List what deserved a look: losses that are lost, jump or rise, stalls, falling MFU, slow ranks, dead jobs."""
     from kit.monitor.text import COLOURS_OF_LEVELS, recorded_alerts
 
     found = recorded_alerts(Run.open(run))

@@ -95,6 +95,8 @@ class LineLog(StepLog):
     def __init__(self, form: LineFormat) -> None:
         super().__init__()
         self.form = form
+        if not form.sign:  # a user's pattern
+            self.values = "what it says"
         self._rank: str | None = None
         self._said: dict[int, tuple] = {}
 
@@ -158,6 +160,7 @@ class TrainerState(StepLog):
     Source: `TrainerState.save_to_json` in src/transformers/trainer_callback.py of huggingface/transformers.
     """
 
+    values = "their means"
     VALUE = re.compile(r'^\s*"(\w+)": (\S+?),?\s*$')
 
     def __init__(self) -> None:

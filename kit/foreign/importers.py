@@ -263,7 +263,7 @@ def _drop_time(row: dict[str, Any], plan: Plan, hardware: float, peak: float) ->
 
 def _create(out: Path, asked: Described, site: Site, log: Path) -> Run:
     kept = ("spec.json", "state.json", "exit.json", "history.jsonl", "plan.attempt_*.json", "logs/attempt_*_*")
-    for old in [file for pattern in kept for file in out.glob(pattern)]:  # of an earlier import of the same log
+    for old in [file for pattern in (*kept, "alerts.jsonl") for file in out.glob(pattern)]:  # of an earlier import
         old.unlink()
     for folder in out.glob("logs/attempt_*"):
         shutil.rmtree(folder)

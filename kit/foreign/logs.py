@@ -39,6 +39,9 @@ class LoggedStep:
     learning_rate: float | None = None
     validation_loss: float | None = None
     memory_bytes: int | None = None
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    nan_steps: int | None = None
     printed_flops_per_s: float | None = None
     printed_samples_per_s: float | None = None
 
@@ -50,12 +53,15 @@ class LoggedStep:
 class LogParser:
     """What every reader of a format has: settings that the log told, torn lines, whether it ends, starts, a clock.
 
+    A line for many steps has the `values` of them that the trainer prints.
+
     Attributes:
         zone: of time stamps that name none; logs hardly ever do.
         has_local_times: whether there were such stamps.
         counts_before: whether consumed samples are those before a line's step, without its own.
     """
 
+    values = "the last one's values"
     counts_before = False
 
     def __init__(self) -> None:
@@ -139,6 +145,7 @@ class MegatronLog(LogParser):
     megatron/logging.py of EleutherAI/gpt-neox; logs of spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL.
     """
 
+    values = "their means"
     HEAD = re.compile(r"iteration\s+(\d+)/\s*(\d+|infinity)\s*\|(.*)\|\s*$")
     STARTED = re.compile(r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|")
     ARGUMENT = re.compile(r"^(?:\s*\d+:|\[\w+\]:)?\s+(\w+) \.{2,} (.*?)\s*$")
@@ -207,6 +214,9 @@ class MegatronLog(LogParser):
             grad_norm=fields.get("grad norm"),
             learning_rate=fields.get("learning rate"),
             memory_bytes=self._memory_bytes,
+            loss_scale=fields.get("loss scale"),
+            skipped_steps=_count(fields.get("number of skipped iterations")),
+            nan_steps=_count(fields.get("number of nan iterations")),
             printed_flops_per_s=None if flops is None else flops * 1e12,
             printed_samples_per_s=fields.get("samples per second"),
         )
@@ -225,6 +235,10 @@ def _fields(body: str) -> dict[str, float] | None:
         if colon and (value := number(text)) is not None:
             fields[name.strip()] = value
     return fields
+
+
+def _count(value: float | None) -> int | None:
+    return 0 if value == 0 else whole(value)
 
 
 def _step_time(fields: dict[str, float]) -> float | None:

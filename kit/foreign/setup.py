@@ -84,7 +84,7 @@ def describe(
             f"Is the log damaged? Remove the lines in it that no trainer printed."
         )
     if interval > 1:
-        notes.append(f"one line stands for {interval} steps; each of them is recorded with the line's means")
+        notes.append(f"one line stands for {interval} steps; each of them is recorded with {parser.values}")
     return Described(
         spec=spec, plan=plan, recipe=recipe, printed_batch=batch, engine_share=share, interval=interval,
         notes=tuple(notes),

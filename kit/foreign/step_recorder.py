@@ -17,6 +17,7 @@ class StepRecorder:
         self.newest = 0
         self.clocks: list[tuple[int, float]] = []
         self.last_row: dict[str, Any] = {}
+        self.skipped_steps = 0
 
     def rows(self, logged: LoggedStep) -> list[dict[str, Any]]:
         """Returns the rows that a logged step adds: one for each step since the last line, if not every step has one.
@@ -33,6 +34,7 @@ class StepRecorder:
             return []
         if self.seen and (old is not None or logged.starts > self.starts):
             self.attempt, self.newest, self.seen, self.clocks = self.attempt + 1, 0, {}, []
+            self.skipped_steps = 0
         self.starts, self.seen[logged.step] = logged.starts, said
         self.last_row = self._row(logged)
         late = logged.step < self.newest  # lines in disorder: those before it have taken their steps
@@ -56,8 +58,14 @@ class StepRecorder:
             "learning_rate": logged.learning_rate,
             "memory_bytes": logged.memory_bytes,
         }
-        known = logged.validation_loss is not None
-        return {**row, "validation_loss": logged.validation_loss} if known else row
+        self.skipped_steps += logged.skipped_steps or 0
+        other = {
+            "validation_loss": logged.validation_loss,
+            "loss_scale": logged.loss_scale,
+            "skipped_steps": None if logged.skipped_steps is None else self.skipped_steps,
+            "nan_steps": logged.nan_steps,
+        }
+        return row | {name: value for name, value in other.items() if value is not None}
 
     def _from_clock(self, logged: LoggedStep) -> float | None:
         """Returns seconds per step since the last line that is CLOCK_WINDOW_S old; None for an attempt's first line."""

@@ -1,10 +1,12 @@
 """Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
 
-Rules: a loss or gradient norm that is not finite, at once; a loss that stands out (`kit.trainer.spikes`) or creeps
-upward (`creep.py`); a peak that the run goes beyond, or comes closer to than real runs do; no step for a long time; MFU
-that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
+Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands out
+(`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that collapses; a peak that the run
+goes beyond, or comes closer to than real runs do; no step for a long time; MFU that falls or is low; a slow rank;
+memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,15 +18,15 @@ from cluster.job import JobStatus
 from cluster.login.mirror import unheard
 from cluster.state import JobState
 from kit.errors import kit_command
-from kit.monitor.creep import creeps
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
+from kit.monitor.rise import Rises, end_of_line
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog, Level
 from kit.run.checkpoint import BYTES_PER_PARAM
 from kit.run.columns import Columns
 from kit.run.metrics import median
-from kit.trainer.spikes import spikes
+from kit.trainer.spikes import bad_start, spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
@@ -39,34 +41,41 @@ class Watchman:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.log = AlertLog(run.directory / "alerts.jsonl")
-        self._checked_rows, self._revision = 0, -1
+        self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
         self._device_memory = run.site.device.memory_bytes
 
     def look(self, columns: Columns, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
-        found = [*self._at_steps(columns), *self._peak(curves), *self._now(columns, curves, status, ranks)]
+        found = [*self._at_steps(columns, curves), *self._peak(curves), *self._now(columns, curves, status, ranks)]
         return self.log.add(found)
 
-    def _at_steps(self, columns: Columns) -> Iterator[Alert]:
+    def _at_steps(self, columns: Columns, curves: Curves) -> Iterator[Alert]:
         if columns.revision != self._revision:
-            self._revision, self._checked_rows = columns.revision, 0
+            self._revision, self._checked_rows, self._rises = columns.revision, 0, Rises()
         start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
         if start == end:
             return
         self._checked_rows = end
-        for row in not_finite(columns, start, end):
-            name = "grad_norm" if np.isfinite(columns["loss"][row]) else "loss"
-            yield _at(columns, row, "nan", "error", f"{name.replace('_', ' ')} is not finite")
-        for row, before in spikes(columns["loss"][:end], start):
-            loss = columns["loss"][row]
-            yield _at(columns, row, "spike", "warning", f"loss spike {loss:.3g} (median before {before:.3g})")
-        for creep in creeps(columns["loss"][:end], columns["learning_rate"][:end], start):
-            over = (
-                f"loss rises: median {creep.before:.4g} to {creep.now:.4g} in {creep.steps:,} steps, without a spike. "
+        losses, steps = columns["loss"][:end], columns["step"]
+        yield from bad_lines(columns, start, end)
+        for name in ("loss", "grad_norm"):
+            for row in not_finite(columns, name, start, end):
+                yield _at(columns, row, "nan", "error", f"{name.replace('_', ' ')} is not finite")
+        guess = math.log(self.run.spec.vocab_size)
+        if (row := bad_start(losses, guess)) is not None and row >= start:
+            high = (
+                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at random gives {guess:.3g}"
             )
-            advice = "Unless the data became harder: go back to a checkpoint before it with a lower learning rate"
-            yield _at(columns, creep.row, "rise", "warning", over + advice)
+            yield _at(columns, row, "start", "warning", f"{high}. Lower the learning rate, or warm up for longer")
+        for row, before in spikes(losses, start):
+            yield _at(columns, row, "spike", "warning", f"loss spike {losses[row]:.3g} (median before {before:.3g})")
+        mixes = np.searchsorted(curves["tokens"], [phase.until_tokens for phase in self.run.recipe.phases])
+        for rise in self._rises.look(losses, columns["learning_rate"], mixes.tolist()):
+            low, now = f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}", f"now {rise.level:.3g}"
+            away = f"not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps"
+            advice = "go back to a checkpoint before it, unless the data became harder"
+            yield _at(columns, rise.row, "rise", "warning", f"{low}, {now} and {away}; {advice}")
 
     def _peak(self, curves: Curves) -> Iterator[Alert]:
         """Judges the record, not the machine: of a run that has ended too."""
@@ -166,18 +175,44 @@ def peak_advice(run: Run) -> str:
     )
 
 
-def not_finite(columns: Columns, start: int, end: int) -> np.ndarray:
+def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
     """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient norms begins.
 
     A series that has never been finite was not logged, unless the loss of a step with a duration is the one missing.
+    Nor is it a fault where fp16 skips a step to find its loss scale: its gradient has overflowed, and Megatron prints
+    no loss where all steps of a line were skipped.
     """
-    was_step = np.isfinite(columns["step_time_s"])
-    bad = ~np.isfinite(columns["loss"]) & was_step
-    known = np.flatnonzero(np.isfinite(columns["grad_norm"]))
-    if len(known):
-        bad[known[0] :] |= ~np.isfinite(columns["grad_norm"][known[0] :]) & was_step[known[0] :]
-    begins = bad & ~np.append(False, bad[:-1])
-    return start + np.flatnonzero(begins[start:end])
+    since = max(0, start - 1)
+    bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
+    if name == "grad_norm":
+        known = np.flatnonzero(np.isfinite(columns[name][:end]))
+        bad[: max(0, known[0] - since) if len(known) else None] = False
+    skipped = np.diff(np.nan_to_num(columns["skipped_steps"][since:end]), prepend=0 if start == 0 else np.inf) > 0
+    if name == "loss":
+        skipped &= columns["nan_steps"][since:end] == 0
+    rows = _begins(bad, start)
+    return rows[~skipped[rows - since]]
+
+
+def bad_lines(columns: Columns, start: int, end: int) -> Iterator[Alert]:
+    """Yields what a trainer says of itself: lines with steps that were not finite, and a loss scale that collapses."""
+    since = max(0, start - 1)
+    for row in _begins(columns["nan_steps"][since:end] > 0, start):
+        count, line = columns["nan_steps"][row], end_of_line(columns["loss"][:end], row) - row + 1
+        of = f"{count:,.0f} of {line:,} steps" if np.isfinite(columns["loss"][row]) else f"{count:,.0f} steps"
+        yield _at(columns, row, "nan", "error", f"the loss of {of} is not finite")
+    scales = columns["loss_scale"][:end]
+    for row in _begins(scales[since:] <= 1, start):
+        if (highest := np.nanmax(scales[: row + 1])) > 1:
+            told = f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients overflow at any scale"
+            advice = "steps are skipped. Go back to a checkpoint before it, lower the learning rate, or train in bf16"
+            yield _at(columns, row, "loss_scale", "error", f"{told}, and {advice}")
+
+
+def _begins(bad: np.ndarray, start: int) -> np.ndarray:
+    """Returns the rows from `start` on at which a stretch begins; `bad` has the row before `start` too, if any."""
+    rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
+    return rows[rows >= start]
 
 
 def _at(columns: Columns, row: int, kind: str, level: Level, message: str) -> Alert:

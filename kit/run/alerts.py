@@ -9,7 +9,7 @@ from typing import Literal
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
-SAME_WITHIN_STEPS, SAME_WITHIN_S = {"nan": 50, "spike": 50, "rise": 5000}, 600.0
+SAME_WITHIN_STEPS, SAME_WITHIN_S = {"nan": 50, "spike": 50, "start": 50, "rise": 5000, "loss_scale": 5000}, 600.0
 
 Level = Literal["warning", "error"]
 
@@ -19,8 +19,8 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, rise, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what the trainer did; "
-        "hook: the user's failed; alarm: one was not sent"
+        "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what "
+        "the trainer did; hook: the user's failed; alarm: one was not sent"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")

@@ -16,10 +16,11 @@ from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
 OPTIONAL_COLUMNS = (
-    "validation_loss", "loss_scale", "skipped_steps", "reserved_bytes", "allocation_retries", "checkpoint_s",
-    "consumed_tokens", "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
+    "validation_loss", "loss_scale", "skipped_steps", "nan_steps", "reserved_bytes", "allocation_retries",
+    "checkpoint_s", "consumed_tokens", "data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s",
 )  # fmt: skip
-"""`consumed_tokens` is another trainer's own count at the end of a step. The last five, of rank 0, say where its step's
+"""`skipped_steps` counts on from an attempt's start, `nan_steps` are those of a log's line, among its skipped ones.
+`consumed_tokens` is another trainer's own count at the end of a step. The last five, of rank 0, say where its step's
 time went: waiting for the batch; three phases of the native engine; and of these, on a CPU, what it neither computed
 nor waited for a core, but for other ranks."""
 NAMES = (*COLUMNS, *OPTIONAL_COLUMNS)

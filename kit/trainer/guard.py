@@ -29,7 +29,7 @@ class Guard:
     """Judges each step of one attempt, the same way on every rank.
 
     Attributes:
-        recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first.
+        recent: the finite losses that the next is judged by (`kit.trainer.spikes`), oldest first, repeats left out.
         skipped: steps so far whose update was dropped.
         judges_before_update: whether the engine must ask before it applies an update.
         goes_on_after_bad: whether training may go on after a bad step, so that all ranks must agree that it was one.
@@ -63,7 +63,7 @@ class Guard:
         Raises:
             RunError: as many steps in a row were bad that more of the same answer leads nowhere.
         """
-        if math.isfinite(loss):
+        if math.isfinite(loss) and loss not in self.recent[-1:]:
             self.recent = (*self.recent, loss)[-WINDOW:]
         if answer == "go on":
             self.bad_in_a_row = 0

@@ -11,6 +11,7 @@ from cluster.site import Site
 from kit.commands.app import app
 from kit.errors import DataError
 from kit.foreign.importers import ImportReport, import_log
+from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.spec import ModelSpec
 
@@ -192,6 +193,33 @@ def test_one_torchtitan_line_for_ten_steps(tmp_path: Path) -> None:
         and times[9] == pytest.approx(10.483 / 9, rel=1e-3)
         and times[29] == pytest.approx(1.17, rel=0.01)
     )
+
+
+def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
+    """Returns for each line of a healthy run, 20,000 steps, its step, that step's loss and the mean since the last."""
+    steps = np.arange(1, 20_001)
+    losses = (1.8 + 9 * steps**-0.35) * (1 + 0.015 * np.random.default_rng(seed).normal(size=20_000))
+    return list(
+        zip(steps[every - 1 :: every], losses[every - 1 :: every], losses.reshape(-1, every).mean(1), strict=True)
+    )
+
+
+STAMPED = "[titan] 2026-05-18 16:04:47,456 - root - INFO - "
+
+
+@pytest.mark.parametrize(
+    ("every", "form", "values"),
+    [
+        (10, STAMPED + "step: {0}  loss:  {1:.5f}  memory:  9.46GiB(64.99%)  tps: 7\n", "the last one's values"),
+        (50, "iter {0}: loss {1:.4f}, time 893.76ms, mfu 16.68%\n", "the last one's values"),
+        (200, '    {{\n      "loss": {2:.4f},\n      "step": {0}\n    }},\n', "their means"),
+    ],
+)
+def test_a_line_for_many_steps_makes_no_alarm(tmp_path: Path, every: int, form: str, values: str) -> None:
+    text = "".join(form.format(*line) for line in healthy(every, seed=every))
+    report, run = imported(tmp_path, ('  "log_history": [\n' if "{{" in form else "") + text)
+    assert f"one line stands for {every} steps; each of them is recorded with {values}" in report.notes
+    assert len(run.metrics()) > 19_900 and recorded_alerts(run) == []
 
 
 def test_nanogpt_evaluates_within_the_time_of_a_step(tmp_path: Path) -> None:

@@ -436,7 +436,78 @@ def test_line_for_several_steps_counts_for_each_of_them(log: Path) -> None:
     log.write_text(head(arguments, vocabulary=51200) + "".join(line(step, 346.0) for step in (10, 20, 50)))
     report, run = megatron(log)
     assert run.metrics()["step"].tolist() == [*range(1, 21), *range(41, 51)], "a gap stays a gap"
-    assert any("one line stands for 10 steps" in note for note in report.notes)
+    assert any(
+        note == "one line stands for 10 steps; each of them is recorded with their means" for note in report.notes
+    )
+
+
+def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = None) -> str:
+    """Returns a log with a line for many steps; `changed` has the ends of some lines, from the loss on, by number."""
+    arguments = {**ARGUMENTS, "log_interval": every, "hidden_size": 1024, "num_layers": 24, "bf16": False, "fp16": True,
+                 "num_attention_heads": 16, "ffn_hidden_size": 4096, "seq_length": 512}  # fmt: skip
+    text = head(arguments, vocabulary=51200)
+    for number, loss in enumerate(losses, 1):
+        said = line(number * every, 20.0, loss=f"{loss:.6E}", tflops=1)
+        before, _, after = said.partition(" lm loss:")
+        text += before + changed[number] + "\n" if number in (changed or {}) else before + " lm loss:" + after
+    return text
+
+
+def alerts_of(log: Path) -> list[tuple[str, int, str]]:
+    _, run = megatron(log)
+    return [(alert.kind, alert.step, alert.message) for alert in recorded_alerts(run)]
+
+
+BLOWN_UP = [
+    9.61, 8.12, 7.2, 6.5, 5.95, 5.5, 5.12, 4.8, 4.52, 4.28, 4.08, 3.92, 3.78, 3.66, 3.56, 4.61, 5.19, 5.48, 5.7, 5.89,
+    6.03, 6.15, 6.24, 6.31, 6.42, 6.48, 6.55, 6.61, 6.66, 6.7, 6.74, 6.77, 6.81, 6.83, 6.87, 6.89, 6.92, 6.94,
+]  # fmt: skip
+"""A line for 200 steps. Lowest 3.56 at step 3,000 and 6.94 at 7,600 are of a public run of 350M on LUMI,
+4-alibi-bf16-nods; what is between them is made up."""
+
+
+def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(log: Path) -> None:
+    log.write_text(lines_of(200, BLOWN_UP))
+    ((kind, step, message),) = alerts_of(log)
+    assert kind == "rise" and 3201 <= step <= 3400
+    assert message == (
+        "lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go back to a checkpoint before it, unless the "
+        "data became harder"
+    )
+    log.write_text(lines_of(200, BLOWN_UP[:16] + [3.51, 3.45, 3.4, 3.36, 3.33, 3.3]))
+    assert alerts_of(log) == [], "a bump of one line"
+
+
+NAN_LINE = (
+    " loss scale: 1.0 | grad norm: 0.000 | number of skipped iterations:  81 | number of nan iterations:  81 | "
+    "samples per second: 51.200 | TFLOPs: 1.00 |"
+)
+SKIPPED = (
+    " loss scale: {} | number of skipped iterations:   1 | number of nan iterations:   0 | "
+    "samples per second: 51.200 | TFLOPs: 1.00 |"
+)
+
+
+def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(log: Path) -> None:
+    """As its `training_log` prints it: steps with NaN are counted, and left out of the mean loss."""
+    scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
+        "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
+    )
+    log.write_text(scaled)
+    found = alerts_of(log)
+    assert found[0] == ("nan", 1201, "the loss of 81 of 200 steps is not finite")
+    assert found[1][:2] == ("loss_scale", 1201) and "fell to 1, from up to 65,536" in found[1][2] and len(found) == 2
+    log.write_text(scaled.replace("81 |", "200 |").replace("lm loss: 1.110000E+01 |", ""))
+    assert alerts_of(log)[0] == ("nan", 1201, "the loss of 200 steps is not finite"), "and no loss is printed"
+
+
+def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(log: Path) -> None:
+    skipped = {number: SKIPPED.format(2.0 ** max(16, 33 - number)) for number in (*range(1, 16), 40)}
+    text = lines_of(1, [10.9 - 0.02 * number for number in range(1, 60)], skipped)
+    log.write_text(text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |"))
+    assert alerts_of(log) == []
+    log.write_text(text.replace("loss scale: 1.0 |", "loss scale: 131072.0 |").replace("1.030000E+01", "nan"))
+    assert [(kind, step) for kind, step, _ in alerts_of(log)] == [("nan", 30)]
 
 
 def test_validation_loss_belongs_to_its_step(log: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.trainer.guard import Guard
-from kit.trainer.spikes import WINDOW, spikes, stands_out
+from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
 
 
 def losses(steps: int, seed: int = 3) -> np.ndarray:
@@ -39,6 +39,45 @@ def test_what_is_constant_or_not_finite_is_no_spike() -> None:
     loss[100:150] = np.nan
     loss[200] = np.inf
     assert spikes(loss) == [] and spikes(loss, 120) == []
+
+
+def test_a_line_for_many_steps_counts_once() -> None:
+    lines = losses(2000)
+    lines[1500] += 1
+    for every in (1, 10, 200):
+        assert [row for row, _ in spikes(np.repeat(lines, every))] == [1500 * every]
+
+
+GUESS = float(np.log(4096))
+"""8.3 nats."""
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        # The demo model at a learning rate of 0.5, warmed up in five steps, as it trained.
+        ([8.33, 8.18, 17.4, 18.1, 26.7, 19.6, 13.6, 16.5, 16.0, 20.1, 18.9, 21.0, 20.2, 29.7, 39.2, 44.4, 40.0], 11),
+        ([2.1, 2.2, 2.6, 3.4, 3.9, 4.4, 4.8, 5.1, 5.3, 5.4, 5.5, 5.5, 5.6, 5.5], 13),  # fine-tuning that is ruined
+        ([60.0 - 0.01 * i for i in range(60)], 39),  # as bad as it began, and still
+        ([8.3, 8.4, 8.6, 8.9, 9.0, 9.1, 9.0, 8.8, 8.5, 8.3, 8.0, 7.8], None),  # a warm-up's bump
+        ([2.1, 2.6, 2.4, 2.9, 2.6, 2.5, 2.4, 2.6, 2.5, 2.4, 2.3, 2.4, 2.3, 2.2], None),  # fine-tuning, small batches
+        # LUMI's 175B at steps 1, 2, 5, 10 and 20 of 128 nodes: 60.7, 60.8, 60.6, 45.0, 10.8
+        ([60.7, 60.8, 60.8, 60.7, 60.6, 59, 57, 54, 50, 45, 40, 36, 32, 28, 24, 21, 18, 15, 12.5, 10.8, 10.5], None),
+    ],
+)
+def test_a_bad_start_is_told_by_step_40(losses: list[float], told: int | None) -> None:
+    guess = GUESS if losses[0] < 60 else float(np.log(51200))
+    followed = np.append(losses, np.linspace(min(losses[-1], 60), min(losses[-1], 60) - 1, 60))
+    assert bad_start(followed, guess) == told
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("first", [GUESS, 1.02 * GUESS, 2.0])
+def test_a_healthy_start_is_none(first: float, every: int) -> None:
+    for seed in range(50):
+        noise = np.random.default_rng(seed).normal(size=60)
+        falling = first * (0.7 + 0.3 * np.exp(-np.arange(60) / 40)) * (1 + 0.03 * noise)
+        assert bad_start(np.repeat(falling, every), GUESS) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

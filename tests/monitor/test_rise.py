@@ -1,0 +1,126 @@
+"""A loss that rises and does not come back: found in 400 steps or eight lines, and not where a healthy run looks so."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.rise import Rise, Rises
+from kit.run.alerts import AlertLog
+from kit.trainer.spikes import bad_start, spikes
+from tests.monitor.recorded import recorded_run
+
+STEPS = np.arange(6000)
+HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45
+LATER = np.maximum(0, STEPS - 3000)
+WARMED_AGAIN = np.where(LATER > 0, np.minimum(1e-4 + 2e-4 * LATER / 300, 3e-4), 3e-4 - 2e-4 * STEPS / 3000)
+PLATEAU = np.full(len(STEPS), 2.5)
+
+
+def rises(losses: np.ndarray, rates: np.ndarray | None = None, new_data: tuple[int, ...] = ()) -> list[Rise]:
+    return Rises().look(losses, np.full(len(losses), np.nan) if rates is None else rates, new_data)
+
+
+def as_logged(losses: np.ndarray, every: int, *, means: bool) -> np.ndarray:
+    """Returns the rows of a log with a line for many steps."""
+    lines = losses[: len(losses) // every * every].reshape(-1, every)
+    return np.repeat(lines.mean(axis=1) if means else lines[:, -1], every)
+
+
+def noisy(losses: np.ndarray, deviation: float, seed: int) -> np.ndarray:
+    return losses * (1 + deviation * np.random.default_rng(seed).normal(size=len(losses)))
+
+
+@pytest.mark.parametrize(
+    ("slope", "deviation", "within"),
+    [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.03, 1100), (0.005, 0.01, 1000)],
+)
+def test_a_creeping_rise_is_found_once(slope: float, deviation: float, within: int) -> None:
+    """Slopes in 100 steps and deviations of a step, both relative to the loss."""
+    risen = np.where(LATER > 0, HEALTHY[3000] * (1 + slope * LATER / 100), HEALTHY)
+    for seed in range(10):
+        (found,) = rises(noisy(risen, deviation, seed))
+        assert 3400 <= found.row <= 3000 + within and found.low_row < 3100
+        assert found.low == pytest.approx(HEALTHY[3000], rel=0.015) and found.level > 1.015 * found.low
+
+
+@pytest.mark.parametrize(
+    ("every", "means", "within"), [(1, True, 450), (10, False, 450), (50, True, 450), (200, True, 400)]
+)
+def test_a_jump_that_stays_is_found_within_400_steps(every: int, means: bool, within: int) -> None:
+    for seed in range(5):
+        jumped = as_logged(noisy(HEALTHY + 1.5 * (LATER > 0), 0.012, seed), every, means=means)
+        (found,) = rises(jumped)
+        assert 3399 <= found.row < 3000 + within and 2700 < found.low_row < 3000
+        assert found.level - found.low == pytest.approx(1.5, abs=0.2)
+
+
+@pytest.mark.parametrize("deviation", [0.001, 0.012, 0.03])
+@pytest.mark.parametrize(
+    "losses",
+    [
+        HEALTHY,
+        PLATEAU,
+        HEALTHY + 0.5 * (LATER > 0) * (LATER < 300),  # a bump
+        HEALTHY + 0.5 * (LATER > 0) * np.exp(-LATER / 400),  # what is soon learned again
+        PLATEAU + 0.5 * (LATER > 0) * np.exp(-LATER / 200),
+        PLATEAU + 0.0125 * np.sin(STEPS / 240),
+        np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
+    ],
+)
+def test_healthy_curves_and_what_comes_back_are_no_rise(losses: np.ndarray, deviation: float) -> None:
+    assert not [rise for seed in range(5) for rise in rises(noisy(losses, deviation, seed))]
+
+
+def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
+    harder = noisy(HEALTHY + 0.3 * (LATER > 0), 0.01, 0)
+    assert rises(harder) and not rises(harder, new_data=(3001,))
+    warmed = noisy(HEALTHY + 0.2 * (1 - np.exp(-LATER / 300)), 0.005, 0)
+    assert rises(warmed) and not rises(warmed, WARMED_AGAIN)
+    blown = noisy(np.where(LATER > 0, HEALTHY + 0.001 * LATER, HEALTHY), 0.01, 0)
+    assert rises(blown, np.minimum(STEPS, 5000) * 1e-7), "the first warm-up explains nothing"
+
+
+@pytest.mark.parametrize("every", [1, 10, 50, 200])
+@pytest.mark.parametrize("means", [True, False])
+def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every: int, means: bool) -> None:
+    """20,000 steps; a line for many was taken for as many equal losses, and the next one stood out."""
+    steps = np.arange(1, 20_001)
+    for seed in range(5):
+        for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
+            lines = as_logged(noisy(curve, (0.012, 0.015)[seed % 2], seed), every, means=means)
+            assert (spikes(lines), rises(lines), bad_start(lines, 10.8)) == ([], [], None)
+
+
+def test_noise_alone_is_no_rise() -> None:
+    random = np.random.default_rng(0)
+    for noise in (random.normal(size=300_000), random.standard_t(3, size=300_000)):
+        assert not rises(3 + 0.03 * noise)
+
+
+def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same() -> None:
+    risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
+    watch, whole = Rises(), rises(risen)
+    parts = [watch.look(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]
+    assert whole and whole == [rise for part in parts for rise in part]
+    risen[::7] = np.inf
+    assert rises(risen) and rises(np.empty(0)) == rises(risen[:5]) == []
+
+
+def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
+    run = recorded_run(tmp_path / "run", steps=2000, planned=9000)
+    dashboard = Dashboard(run)
+    row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
+    noise = np.random.default_rng(0).normal(size=3000)
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        for step in range(2001, 2800):
+            row |= {"step": step, "loss": 3.25 + 0.03 * noise[step] + 0.0005 * (step - 2000)}
+            stream.write(json.dumps(row) + "\n")
+    for _ in range(3):
+        while dashboard.read():
+            pass
+        dashboard.look()
+    (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
+    assert alert.kind == "rise" and 2400 <= alert.step < 2800
+    assert "lowest 3.2" in alert.message and "go back to a checkpoint before it" in alert.message
