@@ -96,7 +96,7 @@ class LineLog(StepLog):
         super().__init__()
         self.form = form
         if not form.sign:  # a user's pattern
-            self.values = "what it says"
+            self.values = "the line's values"
         self._rank: str | None = None
         self._said: dict[int, tuple] = {}
 
@@ -160,7 +160,7 @@ class TrainerState(StepLog):
     Source: `TrainerState.save_to_json` in src/transformers/trainer_callback.py of huggingface/transformers.
     """
 
-    values = "their means"
+    values = "the line's means"
     VALUE = re.compile(r'^\s*"(\w+)": (\S+?),?\s*$')
 
     def __init__(self) -> None:

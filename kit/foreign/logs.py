@@ -61,7 +61,7 @@ class LogParser:
         counts_before: whether consumed samples are those before a line's step, without its own.
     """
 
-    values = "the last one's values"
+    values = "the last step's values"
     counts_before = False
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class MegatronLog(LogParser):
     megatron/logging.py of EleutherAI/gpt-neox; logs of spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL.
     """
 
-    values = "their means"
+    values = "the line's means"
     HEAD = re.compile(r"iteration\s+(\d+)/\s*(\d+|infinity)\s*\|(.*)\|\s*$")
     STARTED = re.compile(r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|")
     ARGUMENT = re.compile(r"^(?:\s*\d+:|\[\w+\]:)?\s+(\w+) \.{2,} (.*?)\s*$")

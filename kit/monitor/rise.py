@@ -41,7 +41,7 @@ class Rises:
 
     def __init__(self) -> None:
         self._row, self._last = 0, float("nan")
-        self._highest_rate = self._rate = float("nan")
+        self._highest_rate = self._rate = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -55,20 +55,22 @@ class Rises:
         found = []
         for first in range(self._row, len(losses) - BLOCK + 1, BLOCK):
             self._row = first + BLOCK
-            if self._warms_again(float(rates[self._row - 1])) or any(first <= row < self._row for row in new_data):
-                self._begin()
             known = np.append(self._last, losses[first : self._row])
             rows = [row for row in lines(known).tolist() if row]
             if rows:
                 self._last = known[np.isfinite(known)][-1]
                 found += self._take(float(np.median(known[rows])), end_of_line(losses, first + rows[-1] - 1))
+            if self._warms_again(float(rates[self._row - 1])) or any(first <= row < self._row for row in new_data):
+                self._begin()
         return found
 
     def _take(self, level: float, row: int) -> list[Rise]:
         """Takes a level, whose last line ends at a row, into account."""
         self._levels.append((row, level))
-        noise = np.median(self._bends) / (0.6745 * 6**0.5) if len(self._bends) >= 3 else np.inf
-        bar = max(NOISES * noise, LEAST_RISE * abs(self._low))
+        bar = LEAST_RISE * abs(self._low)
+        if level > self._low + bar:
+            noise = float(np.median(self._bends)) / (0.6745 * 6**0.5) if len(self._bends) >= 3 else float("inf")
+            bar = max(bar, NOISES * noise)
         if not level > self._low + bar:
             self._note_bend()
             self._back_row, self._told = row, False
@@ -91,12 +93,11 @@ class Rises:
             self._bends.append(abs(levels[-1] - 2 * levels[-1 - lag] + levels[-1 - 2 * lag]))
 
     def _warms_again(self, rate: float) -> bool:
-        """Returns whether a learning rate that had begun to fall rises; one that is not known does not."""
-        if not rate < self._highest_rate:
-            self._highest_rate = self._rate = rate if np.isfinite(rate) else self._highest_rate
-            return False
-        self._rate = min(self._rate, rate)
-        return rate > RATE_RISE * self._rate
+        """Returns whether a learning rate that had begun to fall rises; one that is not known (NaN) does not."""
+        warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
+        self._rate = rate if warms or rate >= self._highest_rate else min(self._rate, rate)
+        self._highest_rate = max(self._highest_rate, rate)
+        return warms
 
 
 def end_of_line(losses: np.ndarray, row: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from cluster.state import JobState
 from kit.monitor import alerts
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.ranks import MIN_SAMPLES
+from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from tests.monitor.recorded import add_rows, beat, dead_process, recorded_run, rows, say
@@ -50,6 +52,33 @@ def test_nan_at_once_and_each_stretch_once(tmp_path: Path) -> None:
     append(run, 200, grad_norm=float("nan"))
     assert kinds(dashboard) == ["nan", "nan"]
     assert [alert.step for alert in dashboard.watchman.log.alerts] == [101, 200]
+
+
+def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=30)
+    for step in range(31, 40):
+        skipped = min(step - 30, 5)
+        append(run, step, skipped_steps=skipped, loss_scale=2.0 ** (16 - skipped), grad_norm=[0.4, math.inf][step < 36])
+    assert kinds(Dashboard(run)) == []
+    append(run, 40, skipped_steps=5, loss_scale=1.0, grad_norm=math.inf)
+    assert kinds(Dashboard(run)) == ["loss_scale", "nan"], "which was not skipped"
+    append(run, 41, skipped_steps=6, loss_scale=1.0, loss=math.nan)
+    assert kinds(Dashboard(run)) == ["loss_scale", "nan"]
+
+
+def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", steps=0)
+    dashboard, losses = (
+        Dashboard(run),
+        [8.3, 9.1, *(9.5 + 0.5 * i for i in range(12)), *(8.0 - 0.1 * i for i in range(20))],
+    )
+    for step, loss in enumerate(losses, 1):
+        append(run, step, loss=loss)
+        assert kinds(dashboard) == ["start"] * (step >= 12)
+    (live,) = dashboard.watchman.log.alerts
+    (run.directory / "alerts.jsonl").unlink()
+    (found,) = recorded_alerts(run)
+    assert found == live and live.step == 12 and "loss 14 after 8.3 at the start" in live.message
 
 
 def test_a_series_that_was_never_logged_is_no_alert(tmp_path: Path) -> None:

@@ -210,16 +210,16 @@ STAMPED = "[titan] 2026-05-18 16:04:47,456 - root - INFO - "
 @pytest.mark.parametrize(
     ("every", "form", "values"),
     [
-        (10, STAMPED + "step: {0}  loss:  {1:.5f}  memory:  9.46GiB(64.99%)  tps: 7\n", "the last one's values"),
-        (50, "iter {0}: loss {1:.4f}, time 893.76ms, mfu 16.68%\n", "the last one's values"),
-        (200, '    {{\n      "loss": {2:.4f},\n      "step": {0}\n    }},\n', "their means"),
+        (10, STAMPED + "step: {0}  loss:  {1:.5f}  memory:  9.46GiB(64.99%)  tps: 7\n", "the last step's values"),
+        (50, "iter {0}: loss {1:.4f}, time 893.76ms, mfu 16.68%\n", "the last step's values"),
+        (200, '    {{\n      "loss": {2:.4f},\n      "step": {0}\n    }},\n', "the line's means"),
     ],
 )
 def test_a_line_for_many_steps_makes_no_alarm(tmp_path: Path, every: int, form: str, values: str) -> None:
     text = "".join(form.format(*line) for line in healthy(every, seed=every))
     report, run = imported(tmp_path, ('  "log_history": [\n' if "{{" in form else "") + text)
-    assert f"one line stands for {every} steps; each of them is recorded with {values}" in report.notes
     assert len(run.metrics()) > 19_900 and recorded_alerts(run) == []
+    assert f"one line stands for {every} steps; each of them is recorded with {values}" in report.notes
 
 
 def test_nanogpt_evaluates_within_the_time_of_a_step(tmp_path: Path) -> None:

@@ -437,7 +437,7 @@ def test_line_for_several_steps_counts_for_each_of_them(log: Path) -> None:
     report, run = megatron(log)
     assert run.metrics()["step"].tolist() == [*range(1, 21), *range(41, 51)], "a gap stays a gap"
     assert any(
-        note == "one line stands for 10 steps; each of them is recorded with their means" for note in report.notes
+        note == "one line stands for 10 steps; each of them is recorded with the line's means" for note in report.notes
     )
 
 

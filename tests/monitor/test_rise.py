@@ -7,9 +7,12 @@ import pytest
 
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.rise import Rise, Rises
+from kit.monitor.text import recorded_alerts
+from kit.recipe import DataPhase, DataSource
+from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.trainer.spikes import bad_start, spikes
-from tests.monitor.recorded import recorded_run
+from tests.monitor.recorded import TOKENS, recorded_run
 
 STEPS = np.arange(6000)
 HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45
@@ -80,6 +83,8 @@ def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
     assert rises(warmed) and not rises(warmed, WARMED_AGAIN)
     blown = noisy(np.where(LATER > 0, HEALTHY + 0.001 * LATER, HEALTHY), 0.01, 0)
     assert rises(blown, np.minimum(STEPS, 5000) * 1e-7), "the first warm-up explains nothing"
+    second = np.where(STEPS < 500, 3e-4 * (1 - STEPS / 500), np.minimum((STEPS - 499) / 300, 1) * 1e-4)
+    assert rises(blown, second), "nor one that was over long before"
 
 
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
@@ -87,7 +92,7 @@ def test_reasons_that_are_known_begin_the_comparison_anew() -> None:
 def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every: int, means: bool) -> None:
     """20,000 steps; a line for many was taken for as many equal losses, and the next one stood out."""
     steps = np.arange(1, 20_001)
-    for seed in range(5):
+    for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
             lines = as_logged(noisy(curve, (0.012, 0.015)[seed % 2], seed), every, means=means)
             assert (spikes(lines), rises(lines), bad_start(lines, 10.8)) == ([], [], None)
@@ -95,7 +100,7 @@ def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every: in
 
 def test_noise_alone_is_no_rise() -> None:
     random = np.random.default_rng(0)
-    for noise in (random.normal(size=300_000), random.standard_t(3, size=300_000)):
+    for noise in (random.normal(size=100_000), random.standard_t(3, size=100_000)):
         assert not rises(3 + 0.03 * noise)
 
 
@@ -124,3 +129,19 @@ def test_it_is_an_alert_that_is_said_once(tmp_path) -> None:
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
     assert alert.kind == "rise" and 2400 <= alert.step < 2800
     assert "lowest 3.2" in alert.message and "go back to a checkpoint before it" in alert.message
+
+
+def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path) -> None:
+    for known in (True, False):
+        run = recorded_run(tmp_path / f"run {known}", steps=2000, planned=9000)
+        sources = (DataSource(paths=("a",)), DataSource(paths=("b",)))
+        phases = (DataPhase(until_tokens=2000 * TOKENS, weights=(1.0, 0.0)),) if known else ()
+        run.recipe.replace(sources=sources, phases=phases).write(run.directory / "recipe.json")
+        losses = 3.7 + 0.03 * np.random.default_rng(0).normal(size=800)
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            row = json.loads((run.directory / "metrics.jsonl").read_text().splitlines()[-1])
+            stream.writelines(
+                json.dumps(row | {"step": 2001 + i, "loss": loss}) + "\n" for i, loss in enumerate(losses)
+            )
+        kinds = [alert.kind for alert in recorded_alerts(Run.open(run.directory))]
+        assert ("rise" in kinds) != known
