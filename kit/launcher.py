@@ -5,7 +5,7 @@ import fcntl
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cluster
@@ -38,13 +38,14 @@ def launch(
     site: Site | str = "laptop",
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
+    measured: Callable[[Site, str], Site] | None = None,
 ) -> Run:
     """Returns a run whose job has started, or waits in its site's queue; it goes on when this process ends.
 
     The directory is a new one, or that of a run of the same model and recipe, which continues from its last checkpoint,
     if need be with another plan. `device` is where the ranks of this machine compute, as `on_device` says; the site of
     the run keeps it. `time_limit_s` is that of one job, by default as long as the site gives; a longer run comes back
-    until it is done.
+    until it is done. `measured` is asked for the site with its peak of a dtype, once there is nothing left to refuse.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does not fit; nothing was
@@ -53,6 +54,12 @@ def launch(
     from kit.data import located  # with it NumPy, which `import kit` does without
     from kit.trainer.guard import check_recipe
 
+    directory = Path(directory).expanduser().resolve()
+    if (directory / "import.json").exists():
+        raise RunError(
+            f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "
+            f"Launch a run of its model and plan in another directory."
+        )
     site = Site.load(site) if isinstance(site, str) else site
     if site.login is None:
         recipe = located(recipe)
@@ -63,7 +70,7 @@ def launch(
     site = on_device(site, plan, device)
     check_engine(plan)
     check_recipe(recipe, plan)
-    begins = recipe.init_from is not None and not Checkpoints(Path(directory).expanduser() / "checkpoints").steps()
+    begins = recipe.init_from is not None and not Checkpoints(directory / "checkpoints").steps()
     if site.login is None:
         check_data(spec, plan, recipe)
         if begins:
@@ -71,7 +78,7 @@ def launch(
     else:
         own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
         refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own)
-    with _alone(Path(directory).expanduser().resolve()):
+    with _alone(directory):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         run.asked()  # whatever of it cannot be read is found now
         if site.login is None:
@@ -79,9 +86,13 @@ def launch(
         there = site.login is not None  # of which a mirror knows the checkpoints' names
         newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
         if newest is not None and newest >= recipe.num_steps:
+            advice = Run.open(directory).how_to_go_on(plan, recipe.num_steps)
             raise RunError(
-                f"{run.directory} has finished its {newest} steps. Go on with more: --steps N (recipe.num_steps)."
+                f"{directory} has finished its {newest} steps, and {recipe.num_steps} were asked for. {advice}"
             )
+        job_spec(run, time_limit_s)  # which refuses what no machine can hold
+        if measured is not None:
+            run.site = measured(site, plan.precision)
         submit(run, time_limit_s)
     if alarm:
         start_watcher(run.directory)
@@ -105,15 +116,14 @@ def resume(
         As `launch`.
     """
     run = Run.open(directory)
-    if run.is_imported:
-        raise RunError(f"{run.directory}: it was imported from a log, so there is no checkpoint to go on from. "
-                       f"Launch a run of its model and plan in another directory.")  # fmt: skip
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     recipe = run.recipe.replace(**{name: steps for name, steps in lengths.items() if steps is not None})
     plan, site = plan or run.plan, run.site
-    if device is not None and (site := on_device(site, plan, device)) is not run.site:
-        site = measured_site(site, plan.precision)
-    return launch(run.directory, spec=run.spec, plan=plan, recipe=recipe, site=site, time_limit_s=time_limit_s)
+    moves = device is not None and (site := on_device(site, plan, device)) is not run.site
+    return launch(
+        run.directory, spec=run.spec, plan=plan, recipe=recipe, site=site, time_limit_s=time_limit_s,
+        measured=measured_site if moves else None,
+    )  # fmt: skip
 
 
 def submit(run: Run, time_limit_s: float | None = None) -> Run:

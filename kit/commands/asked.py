@@ -13,6 +13,7 @@ from kit.convert.hugging_face_config import load_spec
 from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.run import Run
 from kit.spec import ModelSpec
 
 DEMO = "demo"
@@ -36,11 +37,17 @@ class Asked:
 
 
 def ask_for(
-    model: str | None, recipe: str | None, plan: Path | None, given: dict[str, Any], changes: dict[str, dict[str, Any]]
+    model: str | None,
+    recipe: str | None,
+    plan: Path | None,
+    given: dict[str, Any],
+    changes: dict[str, dict[str, Any]],
+    begun: Run | None = None,
 ) -> Asked:
     """Returns what a launch asks for; only the demo model has a recipe of its own.
 
-    `given` are fields of the recipe that have an option of their own, `changes` those of all records by `--set`.
+    `given` are fields of the recipe that have an option of their own, `changes` those of all records by `--set`. What
+    nobody gives is that of `begun`, the run that is in the directory already.
 
     Raises:
         ConfigError: model, recipe or layout is missing or unknown.
@@ -52,14 +59,21 @@ def ask_for(
 
         published = published_recipe(recipe)
     begin = given.get("init_from")
-    name = model or begin or (published.model if published else DEMO)
-    spec = load_spec(name).replace(**changes["spec"])
+    if begin is not None and model is None and not Path(begin).is_dir():
+        raise ConfigError(
+            f"--init-from {begin}: no such folder. Give one with config.json and *.safetensors, or, where it lies "
+            f"behind a login node, its --model too."
+        )
+    name = model or begin or (published.model if published else None)
+    spec = (begun.spec if begun and name is None else load_spec(name or DEMO)).replace(**changes["spec"])
+    name = name or DEMO
     given = {key: value for key, value in given.items() if value is not None}
-    if recipe is None:
-        fields = _demo_fields(name, given)
+    if begun:
+        fields = begun.recipe.to_dict()
     else:
-        fields = published.stated if published else read_fields(Path(recipe))
-    fields = {**fields, **given, **changes["recipe"]}
+        fields = {} if recipe else _demo_fields(name, given)
+    stated = published.stated if published else read_fields(Path(recipe)) if recipe else {}
+    fields = {**fields, **stated, **given, **changes["recipe"]}
     wanted = dict(NEEDED)
     if published:
         wanted |= {
@@ -70,6 +84,8 @@ def ask_for(
     lacking = {key: how for key, how in wanted.items() if fields.get(key, EDIT) == EDIT}
     if plan is not None:
         layout = Plan.read(plan).to_dict()
+    elif begun:
+        layout = begun.plan.to_dict()
     elif published and published.model == name:
         layout = published.plan.to_dict()
     elif name == DEMO:
@@ -82,7 +98,7 @@ def ask_for(
             f"--set plan.global_batch_size=VALUE with the degrees that are not 1."
         )
     whole = Plan.from_dict({**layout, **changes["plan"]})
-    is_given = plan is not None or (published is not None and published.model == name)
+    is_given = plan is not None or begun is not None or (published is not None and published.model == name)
     unsaid = {} if is_given else {k: v for k, v in whole.gpu_defaults.items() if k not in changes["plan"]}
     return Asked(spec=spec, plan=whole, fields=fields, lacking=lacking, unsaid=unsaid)
 
@@ -160,8 +176,17 @@ def read_fields(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--recipe {file}: no such file. Give one, or a published recipe's name.") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--recipe {file}: not valid {file.suffix[1:].upper()} ({error}).") from error
-    Recipe.from_dict({"data": "", "num_steps": 2**40} | {k: v for k, v in dict(fields).items() if v != EDIT}, str(file))
+    as_given(dict(fields), str(file))
     return fields
+
+
+def as_given(fields: dict[str, Any], path: str = "recipe") -> Recipe:
+    """Returns the recipe of some fields, of which those that are missing or say EDIT may not lack a default.
+
+    Raises:
+        ConfigError: a key that is no field, or a value that is not allowed.
+    """
+    return Recipe.from_dict({"data": EDIT, "num_steps": 2**40} | {k: v for k, v in fields.items() if v != EDIT}, path)
 
 
 def on_devices(plan: Plan, site: Site, devices: int | None, nodes: int | None) -> Plan:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -18,11 +19,10 @@ from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.commands.asked import Asked, ask_for, on_devices, read_data, read_phases
+from kit.commands.asked import Asked, as_given, ask_for, on_devices, read_data, read_phases
 from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
-from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.terminal import PlainConsole
@@ -55,7 +55,7 @@ def launch(
     steps: Annotated[int | None, typer.Option(help="optimizer steps; demo: 100")] = None,
     devices: Annotated[int | None, typer.Option(help="as many replicas as fill so many")] = None,
     nodes: Annotated[int | None, typer.Option(help="the same in nodes of the site")] = None,
-    site: Annotated[str, typer.Option(help="where: a name or a .toml file")] = "laptop",
+    site: Annotated[str | None, typer.Option(help="where: a name or a .toml file; default: laptop")] = None,
     measure_peak: Annotated[bool, typer.Option(help="time matrix products first, so that MFU is known")] = True,
     device: DeviceOption = None,
     minutes: MinutesOption = None,
@@ -66,11 +66,15 @@ def launch(
 ) -> None:
     """Start a training job in a new run directory. It goes on when this command ends.
 
+    In the directory of a run that has begun it is `kit resume`: what is not given is that run's own.
+
     On GPUs a plan of neither file nor paper is bf16 and compiled; change it by --set plan.precision and plan.compile.
     """
-    place, changes = Site.load(site), parse_settings(settings)
+    begun = Run.open(run) if (run.expanduser() / "spec.json").exists() else None
+    place = begun.site if begun and site is None else Site.load(site or "laptop")
+    changes = parse_settings(settings)
     given = {**read_data(data or []), "num_steps": steps, "init_from": init_from and str(init_from), "hook": hook}
-    asked = ask_for(model, recipe, plan, given, changes)
+    asked = ask_for(model, recipe, plan, given, changes, begun)
     tokens_per_step = asked.plan.global_batch_size * asked.spec.sequence_length
     asked.fields.update(read_phases(then or [], given.get("sources", []), tokens_per_step))
     asked = dataclasses.replace(asked, plan=on_devices(asked.plan, place, devices, nodes))
@@ -79,25 +83,24 @@ def launch(
         asked = dataclasses.replace(asked, plan=asked.plan.replace(**asked.unsaid))
         if asked.plan.recompute == "selective" and asked.plan.engine == "native" and not asked.plan.compile:
             PlainConsole(stderr=True, soft_wrap=True).print(Text(SELECTIVE))
-    time_limit_s = _seconds(minutes)
+    time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
     if show:
-        is_own = site.endswith(".toml")
+        is_own = site is not None and site.endswith(".toml")
         where = f"in {site}" if is_own else f"in a site file of your own, with base = {place.name!r}"
-        _show(run, asked, place, time_limit_s, where)
+        _show(run, asked, chosen, place, time_limit_s, where)
         return
     if asked.lacking:
         raise ConfigError(f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}.")
-    chosen = Recipe.from_dict(asked.fields)
     if place.login is None:
         _tell_data(asked, chosen)
+    measured = functools.partial(_measured, run) if measure_peak else None
     with told_if_interrupted(run):
-        if measure_peak:
-            place = _measured(place, asked.plan, run)
         started = launcher.launch(
-            run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s
-        )
+            run, spec=asked.spec, plan=asked.plan, recipe=chosen, site=place, time_limit_s=time_limit_s,
+            measured=measured,
+        )  # fmt: skip
     _tell_schedule(started.recipe)
-    hint(f"Started {_processes(asked.plan)}{_where(place)}. Watch:", "watch", started.directory)
+    _tell(started)
 
 
 @app.command()
@@ -122,15 +125,14 @@ def resume(
             run, plan=plan, num_steps=steps, **changes["recipe"], device=device, time_limit_s=limit_s
         )
     _tell_schedule(started.recipe)
-    hint(f"Started {_processes(plan)}{_where(started.site)}. Watch:", "watch", started.directory)
+    _tell(started)
 
 
-def _processes(plan: Plan) -> str:
-    return counted(plan.num_devices, "process", "processes")
-
-
-def _where(site: Site) -> str:
-    return f", device: {site.device.name}" if site.scheduler == "local" else ""
+def _tell(run: Run) -> None:
+    begin = max(run.checkpoints.steps(), default=0)
+    at = f" from step {begin} on" if begin else ""
+    where = f", device: {run.site.device.name}" if run.site.scheduler == "local" else ""
+    hint(f"Started {counted(run.plan.num_devices, 'process', 'processes')}{at}{where}. Watch:", "watch", run.directory)
 
 
 def _seconds(minutes: float | None) -> float | None:
@@ -140,24 +142,27 @@ def _seconds(minutes: float | None) -> float | None:
     return None if minutes is None else 60 * minutes
 
 
-def _show(run: Path, asked: Asked, site: Site, time_limit_s: float | None, where: str) -> None:
-    """Prints every script to standard output, and to standard error what nobody but the user can fill in."""
-    shown = Recipe(data=EDIT, num_steps=1)  # no script holds a recipe
-    prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=shown, site=site)
+def _show(run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: float | None, where: str) -> None:
+    """Prints every script to standard output, and to standard error what nobody but the user can fill in.
+
+    A login node writes the scripts of its jobs; it is not asked before the site file says all that it has to.
+    """
+    prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=recipe, site=site)
     asked.plan.check(asked.spec)
-    texts = scripts(launcher.job_spec(prepared, time_limit_s), site)
+    job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
+    texts = {} if site.login and lacking else scripts(job, site)
     left = []
     for name, text in texts.items():
         print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
         for number, line in enumerate(text.splitlines(), start=1):
             if re.search(rf"\b{EDIT}\b", line):
                 left.append(f"{name}, line {number}: {line.strip()}")
-    left += [f"{field}: {where}" for field in to_fill_in(site)]
+    left += [f"{field}: {where}" for field in lacking]
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
     if not asked.lacking and site.login is None:
         try:
-            _tell_data(asked, Recipe.from_dict(asked.fields))
-        except (ConfigError, DataError) as error:
+            _tell_data(asked, recipe)
+        except DataError as error:
             left.append(f"recipe.data: {error}")
     if left:
         said = PlainConsole(stderr=True, soft_wrap=True)
@@ -192,15 +197,15 @@ def _tell_schedule(recipe: Recipe) -> None:
     PlainConsole(stderr=True, soft_wrap=True).print(Text(told))
 
 
-def _measured(site: Site, plan: Plan, run: Path) -> Site:
+def _measured(run: Path, site: Site, dtype: str) -> Site:
     """Returns a local site with its peak, measured if nobody has given it; another site as it is."""
     from kit.measure.gemm import is_settled, measured_site
 
-    if site.scheduler != "local" or site.peak_flops_per_s(plan.precision) is not None:
+    if site.scheduler != "local" or site.peak_flops_per_s(dtype) is not None:
         return site
     PlainConsole(stderr=True).print("Measuring this machine's matrix products, for MFU ...")
-    site = measured_site(site, plan.precision)
-    if not is_settled(site.device.peak_flops_per_s[plan.precision]):
+    site = measured_site(site, dtype)
+    if not is_settled(site.device.peak_flops_per_s[dtype]):
         hint("The peak was measured on a busy machine. For MFU, measure it again:", "bench", "site", "--apply", run)
     return site
 

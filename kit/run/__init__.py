@@ -9,15 +9,16 @@ alerts.jsonl alarms.jsonl                      what deserved a look, and what of
 """
 
 import dataclasses
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import cluster
 from cluster.login.mirror import mirror_of, refresh
 from cluster.record import Record, html_table, write_atomic
 from cluster.site import Site
-from kit.errors import RunError
+from kit.errors import RunError, kit_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
@@ -59,7 +60,7 @@ class Run:
             is_longer_or_shorter = recipe.num_steps != old.recipe.num_steps and old.checkpoints.steps()
             if is_longer_or_shorter and recipe.decay_steps is None:
                 recipe = recipe.replace(decay_steps=old.recipe.decay_steps or old.recipe.num_steps)
-            _check_same_run(old, spec, recipe)
+            _check_same_run(old, spec, plan, recipe)
         elif directory.is_dir() and any(directory.iterdir()):
             raise RunError(f"{directory} exists and is not a run directory. Give a new or empty directory.")
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
@@ -129,6 +130,27 @@ class Run:
         """Whether the run itself lies on a cluster, behind its site's login node."""
         return mirror_of(self.directory) is not None
 
+    def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
+        """Returns by dotted key what of this run's spec, plan or recipe is not as in another: here, and there."""
+        own = getattr(self, name).to_dict()
+        return {f"{name}.{key}": (own[key], value) for key, value in wanted.to_dict().items() if value != own[key]}
+
+    def how_to_go_on(self, plan: Plan, num_steps: int) -> str:
+        """Returns advice: the command that goes on with this run, on a plan until a step, and what that changes.
+
+        A step that the run has been at before is no end to go on to: then the command leaves it to the reader.
+        """
+        changes = self.differing("plan", plan)
+        is_done = num_steps <= max(self.checkpoints.steps(), default=0)
+        words = [str(self.directory)]
+        if is_done or num_steps != self.recipe.num_steps:
+            words += ["--steps", "N" if is_done else str(num_steps)]
+        for key, (_, new) in changes.items():
+            words += ["--set", f"{key}={new if isinstance(new, str) else json.dumps(new)}"]
+        turned = ", ".join(f"{key} = {old!r} into {new!r}" for key, (old, new) in changes.items())
+        which = f", which turns {turned}" if turned else ""
+        return f"Go on with it: `{kit_command('resume', *words)}`{which}. Or use another directory."
+
     def plans(self) -> dict[int, Plan]:
         """Returns the plan of each attempt that has started."""
         return {attempt: Plan.read(file) for attempt, file in self._of_attempts("plan")}
@@ -167,12 +189,10 @@ class Run:
         return html_table(f"Run {self.name}", rows)
 
 
-def _check_same_run(old: Run, spec: ModelSpec, recipe: Recipe) -> None:
-    for name, new in (("spec", spec), ("recipe", recipe)):
-        saved, wanted = getattr(old, name).to_dict(), new.to_dict()
-        for key, value in wanted.items():
-            if saved[key] != value and key not in ("num_steps", "decay_steps", *POLICY):
-                raise RunError(
-                    f"{old.directory} is a run with {name}.{key} = {saved[key]!r}, not {value!r}. "
-                    f"Use another directory, or resume it with its own {name}."
-                )
+def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
+    may_change = {f"recipe.{name}" for name in ("num_steps", "decay_steps", *POLICY)}
+    differing = {**old.differing("spec", spec), **old.differing("recipe", recipe)}
+    told = [f"{key} = {own!r}, not {new!r}" for key, (own, new) in differing.items() if key not in may_change]
+    if told:
+        advice = old.how_to_go_on(plan, recipe.num_steps)
+        raise RunError(f"{old.directory} is a run with {'; '.join(told)}, which stays as it is. {advice}")

@@ -98,6 +98,15 @@ def test_a_recipe_of_ones_own() -> None:
     refused("recipe: 'hlat-7' is unknown. Did you mean 'hlat-7b'?", "--recipe", "hlat-7")
 
 
+@pytest.mark.parametrize("more", [(), ("--show",), ("--recipe", "frontier-175b", "--show")])
+def test_a_wrong_value_is_no_gap_to_be_filled_in(more: tuple[str, ...]) -> None:
+    refused("recipe.schedule: 'wds' is not allowed. Allowed: 'cosine', 'wsd'", "--set", "recipe.schedule=wds", *more)
+
+
+def test_weights_of_no_folder_are_no_unknown_model() -> None:
+    refused("--init-from NOPE: no such folder", "--init-from", "NOPE")
+
+
 def test_what_a_paper_does_not_state_must_be_given() -> None:
     refused("recipe.warmup_steps: frontier-175b does not state it", "--recipe", "frontier-175b", "--data", "d")
     lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes={"recipe": {"warmup_steps": 3}}).lacking

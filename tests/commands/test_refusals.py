@@ -3,6 +3,8 @@
 import fcntl
 import hashlib
 import os
+import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from kit.data import Dataset
 from kit.errors import CheckpointError, DataError, MissingPackageError, RunError
 from kit.evaluate.follow import follow_run
 from kit.foreign.importers import import_log
+from kit.measure import gemm
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -126,6 +129,59 @@ def test_a_finished_run_keeps_its_plan_and_site(finished: Run, tmp_path: Path) -
     launch = again(finished, plan=plan, site=other, recipe=finished.recipe)
     for action in (launch, lambda: kit.resume(finished.directory, plan=plan)):
         refused(RunError, "has finished its 20 steps", tmp_path, action)
+
+
+def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_has(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody gives the demo's warm-up, layout and site again; what is advised can be given as it stands."""
+    started: list[Run] = []
+    monkeypatch.setattr(launcher, "submit", lambda run, limit_s: started.append(run))
+    two = ("--set", "plan.tensor_parallel=2")
+
+    def launch(*words: str) -> None:
+        kit_command("launch", str(finished.directory), *words)
+
+    with pytest.raises(RunError, match="has finished its 20 steps, and 20 were asked for") as raised:
+        launch(*two)
+    advised = re.search(
+        "`kit (resume .* --steps N .*)`, which turns plan.tensor_parallel = 1 into 2", str(raised.value)
+    )
+    assert advised and not started
+    kit_command(*shlex.split(advised[1].replace(" N ", " 40 ")))
+    launch("--steps", "40", *two)
+    for run in started:
+        assert run.recipe == finished.recipe.replace(num_steps=40) and run.plan == PLAN.replace(tensor_parallel=2)
+        assert (run.spec, run.site) == (finished.spec, finished.site)
+    assert len(started) == 2
+    with pytest.raises(RunError, match=r"spec.num_layers = 4, not 3; recipe.beta1 = 0.9, not 0.5") as raised:
+        launch("--set", "spec.num_layers=3", "--set", "recipe.beta1=0.5", "--steps", "40", *two)
+    assert f"`kit resume {finished.directory} --steps 40 --set plan.tensor_parallel=2`" in str(raised.value)
+
+
+def test_nothing_is_measured_before_the_last_refusal(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[str] = []
+
+    def measured(site: Site, dtype: str) -> Site:
+        rounds.append(dtype)
+        return site.with_measured_peak(dtype, 2e11, "here")
+
+    monkeypatch.setattr(gemm, "measured_site", measured)
+    monkeypatch.setattr(launcher, "submit", lambda run, limit_s: rounds.append(run.site.peak_flops_per_s("fp32")))
+    files = ("--recipe", f"{finished.directory}/recipe.json", "--model", f"{finished.directory}/spec.json")
+    words = ("launch", str(finished.directory), "--site", "laptop", *files, "--set", "plan.global_batch_size=8")
+    for error, message, more in (
+        (RunError, "has finished its 20 steps", ()),
+        (RunError, "recipe.hook: ", ("--steps", "40", "--hook", "absent.py")),
+        (ConfigError, "at most 256", ("--steps", "40", "--set", "plan.data_parallel=257",
+                                      "--set", "plan.global_batch_size=257")),
+    ):  # fmt: skip
+        refused(error, message, tmp_path, lambda more=more: kit_command(*words, *more))
+    assert rounds == []
+    kit_command(*words, "--steps", "40")
+    assert rounds == ["fp32", 2e11]
 
 
 def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
