@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         _say_if_alive(directory, console)
     for name, place in results.items():
         if place is not None:
-            console.print(f"{name:>22}  {place}", soft_wrap=True)
+            console.print(f"{name:>22}  {place}", soft_wrap=True, markup=False, emoji=False)
     return code
 
 

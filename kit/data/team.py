@@ -39,7 +39,7 @@ class Progress:
         self._told_at = time.monotonic()
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False)
+        self._bars.console.print(text, highlight=False, markup=False, emoji=False)
 
     @contextlib.contextmanager
     def stage(self, title: str, total: int, done: int = 0) -> Iterator[Advance]:

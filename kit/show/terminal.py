@@ -57,10 +57,10 @@ def as_text(*parts: RenderableType) -> str:
 
 
 class PlainConsole(Console):
-    """A console that colours nothing by itself, and prints no control characters but its own."""
+    """A console that colours nothing by itself, knows no markup, and prints no control characters but its own."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(highlight=False, **options)
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
         if not self.is_terminal and "width" not in options:
             self.width = UNLIMITED
 

@@ -5,9 +5,10 @@ import re
 
 import pytest
 
+from kit.data.team import Progress
 from kit.errors import kit_command
 from kit.monitor.runs import show
-from kit.show.terminal import PlainConsole, Table, number
+from kit.show.terminal import PlainConsole, Table, as_text, number
 
 RUNS = [
     ("frontier-tensor-parallel-sweep-with-a-long-name", "done", "1,234,567", "4.9882", "Dash et al. arXiv:2312.12705"),
@@ -54,3 +55,14 @@ def test_a_huge_loss_has_an_exponent() -> None:
 
 def test_a_command_in_a_message_can_be_pasted() -> None:
     assert kit_command("watch", "runs/a b's") == """kit watch 'runs/a b'"'"'s'"""
+
+
+MARKED = "runs/a[red]b [/] # EDIT: [device.peak_flops_per_s] :warning: [link=x]y"
+
+
+def test_brackets_of_a_name_an_error_or_a_file_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """By each console of the kit that prints what others wrote: of commands, of texts for pages, of a build."""
+    PlainConsole().print(MARKED)
+    Progress(shown=True).say(MARKED)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [MARKED, MARKED]
+    assert as_text(MARKED) == MARKED
