@@ -29,6 +29,14 @@ class ConfigError(ValueError):
     """Something the user wrote is wrong: the message says what, the value, what is allowed, what to do."""
 
 
+class MissingError(ConfigError):
+    """Fields without a default are not given; `names` are their dotted paths."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"{', '.join(names)}: missing. Add a value; there is no default.")
+        self.names = names
+
+
 def counted(number: int, one: str, many: str = "") -> str:
     """Returns "1 rank", "2 ranks"; `many` where it is not `one` with an s."""
     return f"{number:,} {one if number == 1 else many or one + 's'}"
@@ -80,7 +88,7 @@ class Record:
         """Returns the record that `data` describes.
 
         Raises:
-            ConfigError: unknown key, missing key or a value of the wrong type, each named by its dotted path.
+            ConfigError: unknown key, missing keys or a value of the wrong type, each named by its dotted path.
         """
         path = path or path_name(cls)
         if not isinstance(data, dict):
@@ -90,11 +98,17 @@ class Record:
             if key not in fields:
                 raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), fields)}")
         hints = _hints(cls)
-        values = {key: _convert(value, hints[key], f"{path}.{key}") for key, value in data.items()}
+        values, missing = {}, []
         for name, field in fields.items():
-            required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            if required and name not in values:
-                raise ConfigError(f"{path}.{name}: missing. Add it; it has no default.")
+            try:
+                if name in data:
+                    values[name] = _convert(data[name], hints[name], f"{path}.{name}")
+                elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                    raise MissingError([f"{path}.{name}"])
+            except MissingError as error:  # of this record, or of one inside it
+                missing += error.names
+        if missing:
+            raise MissingError(missing)
         return cls(**values)
 
     @classmethod

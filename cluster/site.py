@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from cluster.record import ConfigError, Record, field_doc, html_table, suggestion
+from cluster.record import ConfigError, MissingError, Record, field_doc, html_table, suggestion
 from cluster.scheduler import Kubernetes, Slurm
 
 SITES = Path(__file__).parent / "sites"
@@ -42,6 +42,8 @@ class Fact(Record):
         """Returns the fact that `data` describes; an error names the place in the site file, as the number needs it."""
         try:
             return super().from_dict(data, path)
+        except MissingError:  # which has the place
+            raise
         except ConfigError as error:
             raise ConfigError(f"{path or 'fact'}{str(error).removeprefix(path).removeprefix('fact')}") from error
 

@@ -125,3 +125,14 @@ def test_misspelt_name_key_and_dtype_get_a_suggestion(tmp_path):
 def test_damaged_file_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="small.toml"):
         Site.load(write_site(tmp_path, text))
+
+
+def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
+    text = SMALL.format(value="1e12", error="0.1").replace('name = "small"', "").replace('description = "two', '# "two')
+    for left_out in ('name = "chip"', ', source = "sheet"'):
+        text = text.replace(left_out, "")
+    with pytest.raises(ConfigError) as raised:
+        Site.load(str(write_site(tmp_path, text)))
+    wanted = ["site.name", "site.description", "site.device.name", "site.device.peak_flops_per_s.bf16.source"]
+    named, told = str(raised.value).removeprefix("small.toml: ").split(": missing. ")
+    assert sorted(named.split(", ")) == sorted(wanted) and told == "Add a value; there is no default."
