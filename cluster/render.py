@@ -86,10 +86,10 @@ def nodes_for(num_processes: int, site: Site) -> int:
 def check_submittable(site: Site) -> None:
     """Raises ConfigError, naming the fields, if some still say EDIT that only the user can fill in."""
     if fields := to_fill_in(site):
-        raise ConfigError(
-            f"{', '.join(fields)}: still {EDIT!r}. Write a file my-{site.name}.toml with a line "
-            f'base = "{site.name}" and your own values, and use its path as the site.'
-        )
+        where = "in the site file"
+        if site.base is None and site.name in Site.names():
+            where = f'into a file my-{site.name}.toml with a line base = "{site.name}", and use its path as the site'
+        raise ConfigError(f"{', '.join(fields)}: still {EDIT!r}. Write your own values {where}.")
 
 
 def import_storm(job: JobSpec, site: Site) -> str | None:
@@ -115,10 +115,10 @@ def reads_shared_disk(slurm: Slurm) -> bool:
 
 
 def to_fill_in(site: Site) -> list[str]:
-    """Returns the fields of a site file that only the user can fill in and that still say EDIT."""
+    """Returns the fields of a site file that only the user can fill in and that still say EDIT, if within a path."""
     unused = {"slurm", "kubernetes"} - {site.scheduler}
     values = {key: value for key, value in site.to_dict().items() if key not in unused}
-    return [f"site.{place}" for place, value in _places(values) if value == EDIT]
+    return [f"site.{place}" for place, value in _places(values) if EDIT in str(value).split("/")]
 
 
 def warnings(job: JobSpec, site: Site) -> list[str]:

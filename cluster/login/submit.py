@@ -14,6 +14,7 @@ from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh
 from cluster.login.mirror import MIRROR, Mirror, mirror_of, refresh
 from cluster.record import ConfigError, write_atomic
+from cluster.render import check_submittable
 from cluster.site import Site, There
 from cluster.state import JobError
 
@@ -76,7 +77,11 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
 
 
 def refuse_lacking(site: Site, paths: list[str]) -> None:
-    """Raises ConfigError unless all paths are absolute and exist on the other side, which alone reads them."""
+    """Raises ConfigError unless all paths are absolute and exist on the other side, which alone reads them.
+
+    So it does, and asks nothing there, if the site file is still to be filled in.
+    """
+    check_submittable(site)
     if relative := [path for path in paths if not path.startswith("/")]:
         raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
     if lacking := _mirror(site, "").ask(do="lacking", paths=paths)["lacking"]:
@@ -96,6 +101,7 @@ def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
         raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
                           f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
     there = site.there
+    check_submittable(site.replace(slurm=None))  # whoever attaches needs no account
     source = there.source or _synced(site.login, there)
     directory = f"{there.folder}/{name}" if directory is None else directory
     return Mirror.sealed(login=site.login, python=there.python, source=source, directory=directory)

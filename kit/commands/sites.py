@@ -11,7 +11,7 @@ import typer
 
 from cluster import devices
 from cluster.login.connection import ssh
-from cluster.record import ConfigError, write_atomic
+from cluster.record import ConfigError, counted, write_atomic
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.slurm import inventory
@@ -22,6 +22,7 @@ from kit.show.terminal import PlainConsole
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Files that say what a machine is.")
+TOOLS = ", ".join(tool.partition(" ")[0] for tool in devices.TOOLS)
 TIMEOUT_S = 600.0
 """Of one question; a probe waits in the queue."""
 
@@ -55,8 +56,15 @@ def init(
     found = inventory.nodes_of(ask(inventory.SINFO))
     if not found:
         raise JobError("sinfo names no nodes here. Are you on a login node of the cluster? Or give --login NAME.")
-    nodes = inventory.choose(found, partition)
-    seen = inventory.probe(ask, nodes, account) if probe and nodes.gpus else None
+    nodes, seen, said = inventory.choose(found, partition), None, PlainConsole(stderr=True, soft_wrap=True)
+    if probe and not nodes.gpus:
+        said.print(f"No node was asked: those of partition {nodes.partition} have no GPUs.")
+    elif probe:
+        said.print(f"Asking a node of partition {nodes.partition}, by a job of one minute ...")
+        if (seen := inventory.probe(ask, nodes, account)) is None:
+            said.print(
+                f"The job has run, and none of {TOOLS} found a GPU on its node: the file has Slurm's words alone."
+            )
     told = inventory.settings_of(ask(inventory.CONFIG))
     others = sorted({each.partition for each in found} - {nodes.partition})
     _finish(out, inventory.site_text(nodes, told, seen=seen, login=login, account=account), others)
@@ -69,13 +77,11 @@ def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:
     site = Site.load(str(out))
     console = PlainConsole(soft_wrap=True)
     console.print(f"{out}: {site.description}" + (f". Other partitions: {', '.join(others)}" if others else ""))
-    for number, line in enumerate(text.splitlines(), start=1):
-        if EDIT in line:
-            console.print(f"  line {number}: {line}", highlight=False)
-    if site.scheduler == "slurm":
-        hint("Then look at a job of it:", "launch", "runs/first", "--site", out, "--show")
-    else:
-        hint("Then a job of it:", "launch", "runs/first", "--site", out)
+    left = [f"  {out}, line {n}: {line}" for n, line in enumerate(text.splitlines(), start=1) if f"{EDIT}:" in line]
+    then = f"Edit {counted(len(left), 'line')} of it, as below. Then look" if left else "Look"
+    hint(f"{then} at a job of it:", "launch", "runs/first", "--site", out, "--show")
+    for line in left:
+        console.print(line)
 
 
 def _in_a_login_shell(words: Sequence[str]) -> str:

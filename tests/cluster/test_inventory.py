@@ -1,16 +1,19 @@
 """A first site file from what a cluster says: recorded resources of other clusters, and the real Slurm here."""
 
 import os
+import shlex
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster import devices
+from cluster.login import mirror, submit
 from cluster.record import ConfigError
 from cluster.render import check_submittable
 from cluster.site import Fact, Site
 from cluster.slurm import inventory
 from cluster.state import JobError
+from kit.commands import sites
 from kit.commands.app import app
 
 CONFIG = """\
@@ -166,6 +169,55 @@ def test_other_partitions(tmp_path):
         write(tmp_path, "gpuu")
     with pytest.raises(JobError, match="is not of the form"):
         inventory.nodes_of("PARTITION AVAIL TIMELIMIT")
+
+
+@pytest.fixture
+def login_node(monkeypatch):
+    """A cluster behind ssh whose commands answer at once; returns what it was asked, and refuses all else."""
+    asked = []
+    answers = {"sinfo": LINES, "scontrol": CONFIG, "srun": "\n"}
+
+    def ssh(login, command, data=b"", timeout_s=0.0):
+        asked.append(shlex.split(shlex.split(command)[-1]))
+        if asked[-1][0] not in answers:
+            raise JobError(f"{login}: exit code 127: bash: line 1: {asked[-1][0]}: No such file or directory")
+        return answers[asked[-1][0]].encode()
+
+    for place in (sites, submit, mirror):
+        monkeypatch.setattr(place, "ssh", ssh)
+    return asked
+
+
+def test_what_is_advised_after_a_first_file_needs_no_connection(login_node, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    app(["site", "init", "my.toml", "--login", "frontier"], standalone_mode=False)
+    said = capsys.readouterr().out.splitlines()
+    marked = [(n, line) for n, line in enumerate((tmp_path / "my.toml").read_text().splitlines(), 1) if "EDIT:" in line]
+    assert said[2:] == [f"  my.toml, line {n}: {line}" for n, line in marked]
+    assert marked[0][0] > 1 and any("# EDIT: [links]" in line for line in said), "the heading is nothing to edit"
+    asked = len(login_node)
+    advised = shlex.split(said[1].split("kit ")[1])
+    assert advised == ["launch", "runs/first", "--site", "my.toml", "--show"]
+    app(advised, standalone_mode=False)
+    left = "site.there.python: in my.toml", "site.there.folder: in my.toml", "site.slurm.account: in my.toml"
+    assert [line.strip() for line in capsys.readouterr().err.splitlines()][1:] == list(left)
+    with pytest.raises(ConfigError, match=r"there.python, .*account: still 'EDIT'. Write your own values in the site"):
+        app(advised[:-1], standalone_mode=False)
+    with pytest.raises(ConfigError, match=r"^site.there.python, site.there.folder: still 'EDIT'"):
+        app(["attach", "runs/first", "--there", "/runs/x", "--site", "my.toml"], standalone_mode=False)
+    assert len(login_node) == asked and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("partition", "jobs", "told"), [
+    ("gpu", 1, ["Asking a node of partition gpu", "nvidia-smi, rocm-smi, amd-smi found a GPU on its node"]),
+    ("cpu", 0, ["No node was asked: those of partition cpu have no GPUs"]),
+])  # fmt: skip
+def test_a_probe_that_finds_no_gpu_says_so(login_node, partition, jobs, told, tmp_path, capsys):
+    words = ["--login", "frontier", "--partition", partition, "--probe"]
+    app(["site", "init", str(tmp_path / "my.toml"), *words], standalone_mode=False)
+    said = capsys.readouterr().err.splitlines()
+    assert sum(words[0] == "srun" for words in login_node) == jobs
+    assert len(said) == len(told) and all(part in line for part, line in zip(told, said, strict=True))
 
 
 def test_the_command_on_a_real_slurm(sandbox, tmp_path):
