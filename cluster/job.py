@@ -19,7 +19,7 @@ from typing import Self
 
 from cluster import poll
 from cluster.login import mirror
-from cluster.record import ConfigError, Record, field_doc, html_table, kit_command
+from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
 from cluster.scheduler import SECRET_VALUE, SECRET_WORDS
 from cluster.state import (
     Event,
@@ -76,7 +76,7 @@ class JobSpec(Record):
             raise ConfigError("job.argv: () is not allowed. Give the command of one rank, as a list of words.")
         if self.num_nodes < 1 or self.num_processes < 1 or self.num_processes % self.num_nodes:
             raise ConfigError(
-                f"job.num_processes: {self.num_processes} on {self.num_nodes} nodes is not allowed. "
+                f"job.num_processes: {self.num_processes} on {counted(self.num_nodes, 'node')} is not allowed. "
                 f"Give a whole multiple of num_nodes, at least 1 per node."
             )
         for name, value in (("time_limit_s", self.time_limit_s), ("grace_s", self.grace_s)):

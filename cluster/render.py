@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.job import JobSpec
 from cluster.poll import backend
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.scheduler import EDIT, Slurm, check_environment
 from cluster.site import Site
 
@@ -49,9 +49,10 @@ def check(job: JobSpec, site: Site) -> None:
         return  # a laptop may run more ranks than it has cores
     per_node = job.num_processes // job.num_nodes
     if per_node > site.devices_per_node:
+        held = counted(site.devices_per_node, "device")
         raise ConfigError(
-            f"job.num_nodes: {job.num_processes} ranks on {job.num_nodes} nodes are {per_node} a node, but a node of "
-            f"{site.name} has {site.devices_per_node} devices. Use num_nodes={nodes_for(job.num_processes, site)}."
+            f"job.num_nodes: {job.num_processes} ranks on {counted(job.num_nodes, 'node')} are {per_node} a "
+            f"node, but a node of {site.name} has {held}. Use num_nodes={nodes_for(job.num_processes, site)}."
         )
     if site.scheduler == "slurm":
         if "%" in job.run_dir or "\\" in job.run_dir:  # seen: the job ends as FAILED 0:53 without a log
@@ -62,8 +63,9 @@ def check(job: JobSpec, site: Site) -> None:
         largest = slurm_table(site).largest_job
         if largest is not None and job.num_nodes > largest:
             raise ConfigError(
-                f"job.num_nodes: {job.num_nodes} is more than the {largest} nodes that {site.name} gives one job. "
-                f"Use a plan of at most {largest * site.devices_per_node} devices, or correct site.slurm.max_nodes."
+                f"job.num_nodes: {job.num_nodes} is more than the {counted(largest, 'node')} that {site.name} gives "
+                f"one job. Use a plan of at most {counted(largest * site.devices_per_node, 'device')}, or correct "
+                f"site.slurm.max_nodes."
             )
 
 
@@ -78,7 +80,7 @@ def nodes_for(num_processes: int, site: Site) -> int:
     if nodes and rest:
         raise ConfigError(
             f"plan: {num_processes} devices do not fill whole nodes of {site.name}, which have {devices}. "
-            f"Use {nodes * devices} ({nodes} nodes) or {(nodes + 1) * devices} ({nodes + 1} nodes)."
+            f"Use {nodes * devices} ({counted(nodes, 'node')}) or {(nodes + 1) * devices} ({nodes + 1} nodes)."
         )
     return max(1, nodes)
 
@@ -153,8 +155,8 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
     allowed_s = slurm.max_seconds(job.num_nodes)
     if allowed_s and job.time_limit_s and job.time_limit_s > allowed_s:
         found.append(
-            f"{_hours(job.time_limit_s)} were asked for, but {name} gives {job.num_nodes} nodes {_hours(allowed_s)}: "
-            f"the job asks for that, stops in time and comes back."
+            f"{_hours(job.time_limit_s)} were asked for, but {name} gives {counted(job.num_nodes, 'node')} "
+            f"{_hours(allowed_s)}: the job asks for that, stops in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
     # What Slurm signals as it starts a job may be lost: the batch shell is not there yet.

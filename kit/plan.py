@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-from cluster.record import ConfigError, Record, field_doc, html_table
+from cluster.record import ConfigError, Record, counted, field_doc, html_table
 from kit.spec import ModelSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
@@ -111,9 +111,9 @@ class Plan(Record):
         sequences = self.micro_batch_size * self.data_parallel
         if self.global_batch_size % sequences:
             raise ConfigError(
-                f"plan.global_batch_size: {self.global_batch_size} sequences cannot be cut into micro-batches of "
-                f"{self.micro_batch_size} on {self.data_parallel} replicas. Use a multiple of {sequences}, "
-                f"for example {max(1, round(self.global_batch_size / sequences)) * sequences}."
+                f"plan.global_batch_size: {counted(self.global_batch_size, 'sequence')} cannot be cut into "
+                f"micro-batches of {self.micro_batch_size} on {counted(self.data_parallel, 'replica')}. Use a "
+                f"multiple of {sequences}, for example {max(1, round(self.global_batch_size / sequences)) * sequences}."
             )
 
     def _check_schedule(self) -> None:
@@ -273,8 +273,8 @@ class Plan(Record):
             )
         if spec.num_layers < self.num_stages:
             raise ConfigError(
-                f"plan.pipeline_parallel: {self.num_stages} stages but the model has {spec.num_layers} layers. "
-                f"Lower pipeline_parallel or virtual_stages."
+                f"plan.pipeline_parallel: {self.num_stages} stages but the model has "
+                f"{counted(spec.num_layers, 'layer')}. Lower pipeline_parallel or virtual_stages."
             )
         stages, tensor = "the number of pipeline stages", "tensor_parallel"
         exchanged = self.context_parallel if self.context_exchange == "all_to_all" else 1
@@ -322,7 +322,7 @@ class Plan(Record):
             )
 
     def _repr_html_(self) -> str:
-        pipeline = f"{self.pipeline_parallel} ({self.schedule}, {self.virtual_stages} stages a device)"
+        pipeline = f"{self.pipeline_parallel} ({self.schedule}, {counted(self.virtual_stages, 'stage')} a device)"
         batch = f"{self.global_batch_size} = {self.data_parallel} x {self.num_microbatches} x {self.micro_batch_size}"
         over = f" over {self.shard_size}" if self.shard_size else ""
         rows = [

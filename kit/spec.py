@@ -9,7 +9,7 @@ import enum
 import re
 from typing import Literal, Self
 
-from cluster.record import ConfigError, Record, field_doc, html_table, suggestion
+from cluster.record import ConfigError, Record, counted, field_doc, html_table, suggestion
 
 
 class FlopBasis(enum.Enum):
@@ -198,7 +198,7 @@ class ModelSpec(Record):
         return self.flops_per_token() + (again if recompute == "full" else 0)
 
     def _repr_html_(self) -> str:
-        shape = f"{self.num_layers} x {self.hidden_size}, {self.num_heads} heads ({self.num_kv_heads} kv)"
+        shape = f"{self.num_layers} x {self.hidden_size}, {counted(self.num_heads, 'head')} ({self.num_kv_heads} kv)"
         rows = [
             ("family", f"{self.family}: {self.norm}, {self.positions}, {self.activation}"),
             ("layers x hidden, heads", shape),

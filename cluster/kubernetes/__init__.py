@@ -12,6 +12,7 @@ from cluster.job import Job, JobSpec
 from cluster.kubernetes.client import Cluster
 from cluster.kubernetes.manifest import INSTANCE, STOPPED_CODE, kubernetes_table, manifest_text, manifests
 from cluster.poll import POLLER, Look
+from cluster.record import counted
 from cluster.render import check, check_submittable
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob, last_attempt
@@ -123,7 +124,7 @@ def judge(item: dict | None, pods: list[dict]) -> Look:
         return Look(state=state, reason=f"{reason} ({len(waiting)} of {len(pods)} pods){restarts}")
     if not pods:
         return Look(state=JobState.QUEUED, reason=f"no pods yet{restarts}")
-    return Look(state=JobState.RUNNING, reason=f"{len(pods)} pods run{restarts}")
+    return Look(state=JobState.RUNNING, reason=f"{counted(len(pods), 'pod')} running{restarts}")
 
 
 def _waits(pod: dict) -> tuple[JobState, str] | None:

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.scheduler import Kubernetes, quote
 from cluster.site import Site
 
@@ -34,7 +34,7 @@ STOPPED_CODE = 143
 
 def manifest_text(job: JobSpec, site: Site, attempt: int = 1) -> str:
     """Returns all manifests of an attempt as YAML documents, for `kubectl apply --filename`."""
-    head = f"# {job.name}: {job.num_processes} ranks in {job.num_nodes} pods on {site.name}\n"
+    head = f"# {job.name}: {counted(job.num_processes, 'rank')} in {counted(job.num_nodes, 'pod')} on {site.name}\n"
     return head + "---\n".join(to_yaml(manifest) for manifest in manifests(job, site, attempt))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.attempts import Files
 from cluster.job import Job, JobSpec
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.site import Site
 from cluster.state import JobError
 
@@ -61,7 +61,7 @@ def render_script(job: JobSpec) -> str:
     supervisor = shlex.join([sys.executable, "-m", "cluster.local.supervisor", job.run_dir])
     return (
         "#!/bin/bash\n"
-        f"# {job.name}: {job.num_processes} processes on this machine, each of them running\n"
+        f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each running\n"
         f"#   {json.dumps(job.argv)}\n"  # in JSON, since a line break in a word would end the comment
         "# Run this script to start the next attempt in the foreground; Ctrl-C ends it.\n"
         f"cd {shlex.quote(str(PACKAGE_ROOT))} && exec {supervisor}\n"

@@ -173,7 +173,7 @@ def judge(home: Home, job: JobSpec, attempt: int, outcome: Outcome) -> Outcome:
     if not was_killed and (outcome.rc == USELESS_TO_RETRY or not has_ever_stepped(run_dir)):
         return outcome
     if job.max_restarts and (fruitless := fruitless_starts(run_dir, attempt)) > job.max_restarts:
-        reason = f"{outcome.reason}; given up after {fruitless} starts without a new step"
+        reason = f"{outcome.reason}; given up after {counted(fruitless, 'start')} without a new step"
         return dataclasses.replace(outcome, reason=reason)
     return dataclasses.replace(outcome, restarts=job.max_restarts > 0)
 

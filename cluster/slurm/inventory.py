@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cluster import devices
 from cluster.devices import SLICE, Gpus, word
-from cluster.record import ConfigError, suggestion
+from cluster.record import ConfigError, counted, suggestion
 from cluster.state import JobError
 
 Ask = Callable[[Sequence[str]], str]
@@ -135,11 +135,12 @@ def site_text(
     """Returns the site file of some nodes, which `Site.load` takes; `seen` is what `probe` has returned."""
     gpu = seen.name if seen else nodes.gpu
     name = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
-    what = f"{nodes.gpus} x {gpu or 'GPU'}" if nodes.gpus else f"{nodes.cpus} cores"
+    size = counted(nodes.count, "node")
+    what = f"{nodes.gpus} x {gpu or 'GPU'}" if nodes.gpus else counted(nodes.cpus, "core")
     lines = [
         f"# Made from what {name} says of itself. Look at each line that says EDIT, then at the rest.",
         f"name = {word(name)}",
-        f"description = {word(f'{name}, partition {nodes.partition}: {nodes.count} nodes with {what}')}",
+        f"description = {word(f'{name}, partition {nodes.partition}: {size} with {what}')}",
         'scheduler = "slurm"',
         f"devices_per_node = {nodes.gpus or nodes.cpus}",
         *_login(login),

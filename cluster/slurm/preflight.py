@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
 from cluster.slurm.queries import slurm_command
@@ -127,7 +127,11 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
 
 
 def _others(name: str, partitions: dict[str, tuple[str, str, int]]) -> str:
-    others = [f"{other} ({nodes} nodes, {limit})" for other, (_, limit, nodes) in partitions.items() if other != name]
+    others = [
+        f"{other} ({counted(nodes, 'node')}, {limit})"
+        for other, (_, limit, nodes) in partitions.items()
+        if other != name
+    ]
     return f"Other partitions: {', '.join(others)}." if others else ""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
+from cluster.record import counted
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site
 
@@ -40,9 +41,10 @@ def slurm_scripts(job: JobSpec, site: Site, slurm: Slurm, warnings: list[str]) -
 
 def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
     order = "sbatch compile.sh, and after its success sbatch submit.sh" if slurm.compilation else "sbatch submit.sh"
+    size = f"{counted(job.num_processes, 'rank')} on {counted(job.num_nodes, 'node')}"
     return [
         "#!/bin/bash",
-        f"# {job.name}: {what} {job.num_processes} ranks on {job.num_nodes} nodes of {site.name}, each with",
+        f"# {job.name}: {what} {size} of {site.name}, each with",
         f"#   {json.dumps(job.argv)}",  # in JSON, since a line break in a word would end the comment
         f"# Submit from the run directory, which needs a folder logs: {order}",
     ]

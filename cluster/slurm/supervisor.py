@@ -36,7 +36,7 @@ from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.outcome import CRASHES, USELESS_TO_RETRY, Outcome, end_of, ended_well, keep_words, record_end, say
 from cluster.progress import HangJudge, fruitless_starts, has_ever_stepped, is_told_to_stop
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.slurm import requeue_this
 from cluster.slurm.beat import VARIABLE, Switchboard
 from cluster.slurm.preflight import check_nodes
@@ -125,7 +125,10 @@ class Supervisor:
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port), VARIABLE: board.address}
         if self.spec.num_processes > MANY:  # as srun's --output: a file a node, each line with the number of its task
             environment["SLURM_STDOUTMODE"] = f"{self.run_dir}/logs/attempt_{self.attempt:02d}/node_%n.log"
-        self._note(JobState.STARTING, f"{self.spec.num_processes} ranks starting on {os.environ['SLURM_JOB_NODELIST']}")
+        self._note(
+            JobState.STARTING,
+            f"{counted(self.spec.num_processes, 'rank')} starting on {os.environ['SLURM_JOB_NODELIST']}",
+        )
         step = subprocess.Popen(self.command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             return self._watch(step, board)
@@ -251,7 +254,7 @@ class Supervisor:
             return dataclasses.replace(ending, fate="failed", reason=f"{ending.reason}, after a request to stop")
         fruitless = fruitless_starts(self.run_dir, self.attempt)
         if fruitless > self.spec.max_restarts:
-            reason = f"{ending.reason}; given up after {fruitless} starts without a new step"
+            reason = f"{ending.reason}; given up after {counted(fruitless, 'start')} without a new step"
             return dataclasses.replace(ending, fate="failed", reason=reason, rc=ending.rc or 1)
         if ending.fate == "restart" and self.stop_reason is not None:  # time is short: start again with a fresh limit
             return dataclasses.replace(ending, fate="requeue")

@@ -9,6 +9,7 @@ import typer
 import cluster
 from cluster.attempts import refuse_live
 from cluster.job import JobSpec
+from cluster.record import counted
 from cluster.site import Site
 from kit.commands.options import JsonOption, MinutesOption, facts_table, hint, tell
 from kit.errors import ConfigError
@@ -92,4 +93,5 @@ def _submit(run: Path, folder: Path, site: Site, nodes: int, minutes: float | No
         max_restarts=10,  # time limits too: a build takes no steps, by which progress would be seen
     )  # fmt: skip
     cluster.submit(job, site)
-    hint(f"Started {job.num_processes} ranks; should they end early, give this again. Watch:", "logs", run, "--follow")
+    told = f"Started {counted(job.num_processes, 'rank')}; should it end early, give this again. Watch:"
+    hint(told, "logs", run, "--follow")

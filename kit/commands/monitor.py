@@ -1,13 +1,13 @@
 """Commands on what runs have recorded: runs, explain, goodput, export, sink, alarm, import."""
 
 import contextlib
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
+from cluster.record import counted
 from cluster.site import Site
 from kit.commands.options import (
     JsonOption,
@@ -87,24 +87,20 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
 
     found = ledger(Run.open(run))
     rows = [row for row in found.rows() if row["seconds"]]
-    costs = [name for name in ("USD", "kWh") if all(row[name.lower()] is not None for row in rows)]
+    known = {"USD": found.price_per_node_hour, "kWh": found.watts}
+    costs = [name for name, of in known.items() if of is not None]
     names = ["part", "time", "share", "device-hours", *costs, "what it is"]
-    title = f"{found.goodput:.1%} of the device-hours of {found.run} count; shares are of all time, waiting too"
-    parts = Table(*names, right=names[1:-1], title=title)
+    parts = Table(*names, right=names[1:-1], title=f"{found.goodput:.1%} of the time of {found.run}'s devices counts")
     for row in rows:
         cost = [f"{row[name.lower()]:,.2f}" for name in costs]
         hours = f"{row['device_hours']:,.3g}"
         parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
-    attempts = Table("attempt", "devices", "time", "of its device-hours count", "end", right=["devices", "time"])
+    attempts = Table("attempt", "devices", "time", "in steps that count", "end", right=["devices", "time"])
     for share in found.attempts:
-        counts = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
-        attempts.add(str(share.attempt), f"{share.devices:,}", duration(sum(share.seconds.values())), counts, share.end)
-    idle = (
-        [f"{duration(found.idle_s)} between attempts, in which none was wanted, are in no part."]
-        if found.idle_s
-        else []
-    )
-    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, *idle, "", attempts)
+        total = sum(share.seconds.values())
+        counts = f"{share.seconds['productive'] / total:.1%}" if total else ""
+        attempts.add(str(share.attempt), f"{share.devices:,}", duration(total), counts, share.end)
+    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, "", attempts)
 
 
 @app.command()
@@ -196,21 +192,19 @@ def import_(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it.
-
-    Time stamps that name no zone are read as UTC, or in the one of `--set import.zone=Europe/Berlin`.
-    """
+    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
     from kit.convert.hugging_face_config import load_spec
     from kit.foreign.importers import import_log
 
     spec = None if model is None else load_spec(model)
-    changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
+    changes = parse_settings(settings)
     place = Site.load(site)
     report = import_log(log, out, format=format, pattern=pattern, site=place, spec=spec, changes=changes, follow=follow)
-    torn = report.skipped_lines
-    skipped = f", {torn} torn line{'' if torn == 1 else 's'} skipped" if torn else ""
-    attempts = "1 attempt" if report.attempts == 1 else f"{report.attempts} attempts"
-    told = f"{report.format}: {report.steps:,} steps in {attempts} from {report.lines:,} lines{skipped}."
+    skipped = f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
+    told = (
+        f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')} from "
+        f"{counted(report.lines, 'line')}{skipped}."
+    )
     tell(report.to_dict(), as_json, told, *(Text(f"- {note}") for note in report.notes))
     if not as_json:
         hint("Watch:", "watch", out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.job import Job
+from cluster.record import counted
 from kit.commands.options import JsonOption, RunArgument, console, hint, run_there, strict_json, tell
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
@@ -109,7 +110,9 @@ def profile(
             raise ConfigError(f"--ranks {ranks!r} is not allowed. Give numbers, e.g. 0,5.") from error
         asked_at = profiling.ask_profile(Run.open(run), steps, chosen).asked_at
         if not as_json:
-            console().print(f"Asked at {_now()} to record {steps} steps; Ctrl-C ends the waiting, not the recording.")
+            console().print(
+                f"Asked at {_now()} to record {counted(steps, 'step')}; Ctrl-C ends the waiting, not the recording."
+            )
         while not any(each.asked_at == asked_at for _, each in profiling.profiles(run)):
             if job.status().state.is_final and not any(e.asked_at == asked_at for _, e in profiling.profiles(run)):
                 raise RunError(f"{run}: the job ended before the profile was whole. Its log: `kit logs {run}`.")

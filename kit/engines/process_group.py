@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.site import Site
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 from kit.plan import EngineName
@@ -61,7 +61,10 @@ def _has_gpu(site: Site | None) -> bool:
         )
     on_cpu = site is not None and is_local and not site.device.is_gpu
     if gpus and on_cpu and os.environ["RANK"] == "0":
-        print(f"WARNING: {ranks} ranks, {gpus} GPU(s) here: all ranks compute on the CPU, over gloo", flush=True)
+        print(
+            f"WARNING: {counted(ranks, 'rank')}, {counted(gpus, 'GPU')} here: all ranks compute on the CPU, over gloo",
+            flush=True,
+        )
     return gpus > 0 and not on_cpu
 
 

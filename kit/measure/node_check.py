@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.record import Record, field_doc
+from cluster.record import Record, counted, field_doc
 from cluster.site import Fact, Site
 from kit.engines.process_group import start_process_group
 from kit.measure.gemm import measure_gemm_flops_per_s
@@ -72,7 +72,7 @@ class NodeReport(Record):
 
     def site(self, site: Site) -> Site:
         """Returns `site` with what was measured: matrix products of a rank, and the network of a node's first rank."""
-        where = f"measured on {len(self.nodes)} nodes at the start of a job"
+        where = f"measured on {counted(len(self.nodes), 'node')} at the start of a job"
         rates = [node.matmul_flops_per_s for node in self.nodes]
         matmul = Fact(
             value=statistics.median(rates), source=f"{where}, {self.dtype} matrix product", error=_spread(rates)

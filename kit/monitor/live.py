@@ -11,6 +11,7 @@ import numpy as np
 from IPython.display import DisplayHandle
 
 from cluster.job import JobStatus
+from cluster.record import counted
 from cluster.state import JobState, read_exit
 from kit.monitor.figure import loss_figure
 from kit.monitor.outlook import Outlook
@@ -110,7 +111,7 @@ def curve_html(run: Run, baselines: dict[str, float] | None = None) -> str:
     if not len(metrics):
         return f"<div style='{MUTED};padding-top:12px'>Waiting for the first step.</div>"
     first, last = (number(float(metrics["loss"][row]), ".2f") for row in (0, -1))
-    alt = f"training loss from {first} to {last} in {len(metrics)} steps"
+    alt = f"training loss from {first} to {last} in {counted(len(metrics), 'step')}"
     lost = np.sum(~np.isfinite(metrics["loss"]))
     note = f"<div>✖ {lost:,} losses were not finite.</div>" if lost else ""
     return loss_figure(metrics, run.recipe.num_steps, baselines=baselines).to_html(alt=alt) + note

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.record import ConfigError, Record, field_doc
+from cluster.record import ConfigError, Record, counted, field_doc
 
 RESULTS = Path("results")
 """Where results are kept, under the current directory."""
@@ -90,8 +90,8 @@ def machine() -> str:
     if cpuinfo.exists():
         match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.M)
         model = match[1].strip() if match else model
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cores} cores, {model}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{counted(cores, 'core')}, {model}"
 
 
 def load_average() -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
 from cluster.home import Home
+from cluster.record import counted
 from cluster.state import JobState, take_request, update_state
 from kit.data import Samples, shares, training_samples
 from kit.engines import ScalingEngine, build_engine, gpu_runtime
@@ -102,7 +103,7 @@ class Trainer:
         self.step, self.consumed, self.finished = manifest.step, manifest.samples, manifest.step
         if self.rank == 0:
             saved, now = manifest.plan.num_devices, self.plan.num_devices
-            print(f"resumed from step {self.step} (written on {saved} devices, now {now})", flush=True)
+            print(f"resumed from step {self.step} (written on {counted(saved, 'device')}, now {now})", flush=True)
 
     def train(self) -> str:
         """Runs until the recipe's last step or a request to stop; returns why it ended."""
@@ -146,7 +147,7 @@ class Trainer:
         self.checkpoints.finish()
         if self.is_stopped:
             return f"stopped by request after step {self.step}; resume continues from there"
-        return f"finished {self.step} steps"
+        return f"finished {counted(self.step, 'step')}"
 
     def _launch_step(self) -> None:
         start = time.perf_counter()

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
+from cluster.record import counted
 from cluster.state import read_state, record_event
 from kit.engines import Engine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
@@ -114,7 +115,7 @@ class Recovery:
             )
         good = manifest.step
         self.guard.skipped += step - good
-        return f"rolled back to the checkpoint of step {good}, the data of {step - good} steps is left out"
+        return f"rolled back to the checkpoint of step {good}, the data of {counted(step - good, 'step')} is left out"
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         self.verdict = self._agree(loss, grad_norm)

@@ -214,7 +214,7 @@ def test_job_set_goes_through_its_own_path(api, tmp_path):
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
     api.put_pod("a", made["metadata"]["name"], phase="Running")
     made["status"]["restarts"] = 2
-    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason == "1 pods run (restart 2)"
+    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason == "1 pod running (restart 2)"
     job.cancel()
     assert not api.objects
 

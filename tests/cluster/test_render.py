@@ -1,5 +1,7 @@
 """What a site can hold, what it warns of, and what is refused in a site file and a job, each with the way out."""
 
+import re
+
 import pytest
 
 from cluster.job import JobSpec
@@ -26,6 +28,8 @@ def test_every_site_that_runs_jobs_renders_one(name):
     texts = scripts(job_on(site, num_nodes=1), site)
     assert render(job_on(site, num_nodes=1), site) == list(texts.values())[-1]
     assert Site.from_json(site.to_json()) == site
+    for text in (render(job_on(site, num_nodes=1), site), render(job_on(site, num_nodes=1, per_node=1), site)):
+        assert not re.search(r"\b1 (nodes|ranks|pods|processes)\b", text)
 
 
 def test_each_site_starts_ranks_in_its_own_way():
@@ -45,7 +49,7 @@ def test_each_site_starts_ranks_in_its_own_way():
 
 def test_plan_larger_than_the_machine_is_refused():
     site = Site.load("frontier")
-    with pytest.raises(ConfigError, match=r"9473 is more than the 9472 nodes.*at most 75776 devices"):
+    with pytest.raises(ConfigError, match=r"9473 is more than the 9,472 nodes.*at most 75,776 devices"):
         check(job_on(site, num_nodes=9473), site)
     check(job_on(site, num_nodes=9472), site)
 
@@ -69,7 +73,7 @@ def test_nodes_for_a_plan(devices, nodes):
 
 
 def test_plan_that_leaves_a_node_partly_used_is_refused_with_two_ways_out():
-    with pytest.raises(ConfigError, match=r"12 devices do not fill.*Use 8 \(1 nodes\) or 16 \(2 nodes\)"):
+    with pytest.raises(ConfigError, match=r"12 devices do not fill.*Use 8 \(1 node\) or 16 \(2 nodes\)"):
         nodes_for(12, Site.load("frontier"))
 
 

@@ -209,7 +209,7 @@ def test_refused_before_anything_is_written(sandbox, site, tmp_path, monkeypatch
             slurm.submit(spec, to)
         assert not (tmp_path / "run").exists()
 
-    refused(job_spec(tmp_path / "run", num_nodes=1, num_processes=3), "Use 2 .1 nodes. or 4")
+    refused(job_spec(tmp_path / "run", num_nodes=1, num_processes=3), "Use 2 .1 node. or 4")
     refused(job_spec(tmp_path / "run", "no-such-program"), "no-such-program.*not an executable")
     refused(job_spec(tmp_path / "run", working_directory=str(tmp_path / "absent")), "absent.*not a directory")
     refused(JobSpec(name="a", run_dir="/dev/shm/run", argv=("true",), num_processes=1), "memory of this one machine")

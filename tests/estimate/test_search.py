@@ -145,6 +145,8 @@ def test_pareto_front_has_all_that_is_not_beaten():
 def test_an_answer_explains_itself():
     found = search(ModelSpec.preset("gpt-175b"), FRONTIER, 128, 640)
     assert found.title.endswith("not calibrated")
+    alone = search(ModelSpec.preset("demo"), FRONTIER, 1, 1).title
+    assert "on 1 device of frontier with" in alone and ", 1 sequence: " in alone
     first, *others = answers(found, 4, tokens=3e11)
     assert all(first.simulated_s <= other.simulated_s for other in others)
     assert first.simulated_s == pytest.approx(first.row["step_time_s"], rel=0.15)
@@ -212,7 +214,7 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(devices=1021), "1021 devices is not allowed for gpt-22b"),
+        (dict(devices=1021), "1,021 devices is not allowed for gpt-22b"),
         (dict(devices=4096, batch=7), "replicas must divide the batch"),
         (dict(devices=0), "num_devices: 0"),
         (dict(max_risk=1.5), "max_risk: 1.5"),

@@ -61,7 +61,7 @@ def test_measurements_become_a_site(tmp_path: Path):
     assert NodeReport.read(tmp_path / "node_check.json") == report
     site = Site.read(tmp_path / "measured_site.json")
     assert site.device.matmul_flops_per_s["fp32"].value == report.nodes[0].matmul_flops_per_s > 1e8
-    assert "measured on 1 nodes" in site.device.matmul_flops_per_s["fp32"].source
+    assert "measured on 1 node at" in site.device.matmul_flops_per_s["fp32"].source
     assert site.links == Site.load("frontier").links, "one node says nothing about the network"
 
 

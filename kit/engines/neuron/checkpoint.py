@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cluster.record import counted
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
@@ -122,7 +123,8 @@ class NxdCheckpoints:
         if not fits:
             self.engine.nxd.restart_master_weights(optimizer=self.engine.optimizer)
             if dist.get_rank() == 0:
-                print(f"AdamW's moments start from zero: they were cut for {manifest.plan.data_parallel} replicas, now "
+                held = counted(manifest.plan.data_parallel, "replica")
+                print(f"AdamW's moments start from zero: they were cut for {held}, now "
                       f"there are {now.data_parallel}", flush=True)  # fmt: skip
         return manifest
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import counted
 from kit.errors import ConfigError
 from kit.estimate.theory.layouts import (
     DEGREES,
@@ -235,7 +236,7 @@ def _kind(spec: ModelSpec, name: str) -> type:
 
 def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
     by = ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
-    return f"plan: no layout of {num_devices} devices is left by {by}. Allow more values."
+    return f"plan: no layout of {counted(num_devices, 'device')} is left by {by}. Allow more values."
 
 
 def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName) -> str:
@@ -249,8 +250,8 @@ def _why_none(spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, t
     }
     fewest = min(replicas)
     return (
-        f"plan.global_batch_size: {batch} sequences on {num_devices} devices is not allowed for {spec.name}: any "
-        f"layout has at least {fewest} replicas (TP divides heads, feed-forward and vocabulary, PP divides "
-        f"{spec.num_layers} layers), and replicas must divide the batch. Use a multiple of one of "
-        f"{sorted(replicas)[:6]} as batch, or another number of devices."
+        f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')} is not allowed "
+        f"for {spec.name}: any layout has at least {counted(fewest, 'replica')} (TP divides heads, feed-forward and "
+        f"vocabulary, PP divides {counted(spec.num_layers, 'layer')}), and replicas must divide the batch. Use a "
+        f"multiple of one of {sorted(replicas)[:6]} as batch, or another number of devices."
     )

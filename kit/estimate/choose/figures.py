@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import counted
 from kit.estimate.choose.search import Search
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.memory import StageMemory
@@ -107,7 +108,9 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             xlabel="GiB used on the fullest device",
             ylabel=f"seconds per step, {search.machine.calibration.label}",
         )
-        axis.set_title(f"{search.spec.name} on {search.num_devices:,} devices: {len(search.layouts):,} layouts")
+        axis.set_title(
+            f"{search.spec.name} on {counted(search.num_devices, 'device')}: {counted(len(search.layouts), 'layout')}"
+        )
         axis.legend(loc="lower left")
         plain_ticks(axis)
     return figure, rows

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import counted
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import stage_times
@@ -109,7 +110,7 @@ class Estimate:
         from PIL import Image
 
         capacity = float(self.machine.hardware.memory_bytes)
-        layout = f"{self.spec.name}, {self.machine.site.name}, {self.plan.num_devices:,} devices"
+        layout = f"{self.spec.name}, {self.machine.site.name}, {counted(self.plan.num_devices, 'device')}"
         figures = (memory_figure({layout: self.stages}, capacity, self.machine.reserve)[0],
                    breakdown_figure({f"{seconds(self.step_s[0])} s": self.terms_s})[0],
                    timeline_figure(self.timeline)[0])  # fmt: skip

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cluster.record import counted
 from cluster.site import Site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
@@ -165,9 +166,9 @@ class Search:
         """Model, machine, batch, how many layouts were compared, and on how many runs the times are calibrated."""
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
-            f"{self.spec.name} on {self.num_devices} devices of {self.machine.site.name} with engine {self.engine}"
-            f"{precision}, {self.global_batch_size} sequences: {len(self.order):,} of {len(self.layouts):,} layouts "
-            f"within risk {self.max_risk:.0%}; {self.machine.calibration.label}"
+            f"{self.spec.name} on {counted(self.num_devices, 'device')} of {self.machine.site.name} with engine "
+            f"{self.engine}{precision}, {counted(self.global_batch_size, 'sequence')}: {len(self.order):,} of "
+            f"{len(self.layouts):,} layouts within risk {self.max_risk:.0%}; {self.machine.calibration.label}"
         )
 
     def _repr_html_(self) -> str:
@@ -234,8 +235,8 @@ def search(
     if not found.feasible.any():
         least = int(found.used_bytes.argmin())
         raise ConfigError(
-            f"plan: no layout of {spec.name} on {num_devices} devices of {site.name} fits in memory with a risk of at "
-            f"most {max_risk:.0%}. The leanest needs {found.used_bytes[least] / 1e9:.1f} GB of "
+            f"plan: no layout of {spec.name} on {counted(num_devices, 'device')} of {site.name} fits in memory with a "
+            f"risk of at most {max_risk:.0%}. The leanest needs {found.used_bytes[least] / 1e9:.1f} GB of "
             f"{float(machine.hardware.memory_bytes) / 1e9:.1f} GB per device ({describe(found.row(least))}). Use "
             f"{_enough(on, num_devices)}, a smaller model or sequence length, or accept more risk."
         )

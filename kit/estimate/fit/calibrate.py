@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, html_table
+from cluster.record import ConfigError, counted, html_table
 from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
@@ -111,7 +111,7 @@ class Calibration:
     @property
     def label(self) -> str:
         """Whether times are calibrated, in three words."""
-        return f"calibrated on {self.num_runs} runs" if self.num_runs else "not calibrated"
+        return f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
 
     def __str__(self) -> str:
         if not self.num_runs:

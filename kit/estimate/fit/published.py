@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, suggestion
+from cluster.record import ConfigError, counted, suggestion
 from kit.estimate.fit.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.estimate.theory.layouts import RECOMPUTE
 from kit.spec import FlopBasis, ModelSpec
@@ -55,7 +55,7 @@ def load(file: str | os.PathLike[str] | None = None, *, system: str | None = Non
     if refused:
         lines = "\n".join(f"  line {line}: {reason}" for line, reason in refused[:10])
         more = f"\n  and {len(refused) - 10} more" if len(refused) > 10 else ""
-        raise ConfigError(f"{file or FILE.name}: {len(refused)} rows cannot be right:\n{lines}{more}")
+        raise ConfigError(f"{file or FILE.name}: {counted(len(refused), 'row')} cannot be right:\n{lines}{more}")
     return tuple(run for run in runs if system is None or run.system == system)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.record import counted
 from kit.estimate.theory.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PADDING, Array
 from kit.estimate.theory.schedule import Simulation
 from kit.show.style import Rows, new_figure
@@ -87,9 +88,10 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
 def _title(simulation: Simulation) -> str:
     order = simulation.order
     stages = order.num_stages // order.num_devices
-    layout = f"{order.num_devices} devices" + (f" x {stages} stages" if stages > 1 else "")
+    layout = counted(order.num_devices, "device") + (f" x {stages} stages" if stages > 1 else "")
+    batches = counted(order.num_microbatches, "micro-batch", "micro-batches")
     return (
-        f"{TITLES.get(order.name, order.name)}: {layout}, {order.num_microbatches} micro-batches\n"
+        f"{TITLES.get(order.name, order.name)}: {layout}, {batches}\n"
         f"{100 * simulation.bubble_fraction:.1f} % idle; at most {order.peak_in_flight.max():.3g} of them held"
     )
 

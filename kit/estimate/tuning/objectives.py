@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.state import JobState
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.tuning.tune import Parameters, TrialFailure
@@ -137,5 +137,5 @@ class MeasuredRate:
             raise TrialFailure(f"{status.state}: {status.reason}")
         rates = run.metrics().tokens_per_s[self.warm_up :]
         if not rates.size:
-            raise TrialFailure(f"only {len(run.metrics())} steps, of which {self.warm_up} are warm-up")
+            raise TrialFailure(f"only {counted(len(run.metrics()), 'step')}, of which {self.warm_up} are warm-up")
         return float(np.median(rates))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, Record, field_doc, suggestion
+from cluster.record import ConfigError, Record, counted, field_doc, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.theory.layouts import Array
@@ -61,7 +61,9 @@ class Trials(Record):
         """
         if np.isnan(self.values).all():
             reasons = {trial.failure for trial in self.trials}
-            raise RunError(f"None of {len(self.trials)} trials succeeded ({'; '.join(map(str, list(reasons)[:3]))}).")
+            raise RunError(
+                f"None of {counted(len(self.trials), 'trial')} succeeded ({'; '.join(map(str, list(reasons)[:3]))})."
+            )
         return self.trials[int(np.nanargmax(self.values))]
 
     @property

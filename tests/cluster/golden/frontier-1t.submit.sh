@@ -1,5 +1,5 @@
 #!/bin/bash
-# frontier-1t: runs 3072 ranks on 384 nodes of frontier, each with
+# frontier-1t: runs 3,072 ranks on 384 nodes of frontier, each with
 #   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/frontier-1t"]
 # Submit from the run directory, which needs a folder logs: sbatch submit.sh
 # ----------------------------------------------------------------------------------------------------

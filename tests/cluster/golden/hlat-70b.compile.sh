@@ -1,5 +1,5 @@
 #!/bin/bash
-# hlat-70b: compiles ahead for 8192 ranks on 256 nodes of trn1.32xlarge, each with
+# hlat-70b: compiles ahead for 8,192 ranks on 256 nodes of trn1.32xlarge, each with
 #   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-70b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
 # ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 #!/bin/bash
-# hlat-7b: compiles ahead for 2048 ranks on 64 nodes of trn1.32xlarge, each with
+# hlat-7b: compiles ahead for 2,048 ranks on 64 nodes of trn1.32xlarge, each with
 #   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-7b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
 # ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 #!/bin/bash
-# hlat-7b: runs 2048 ranks on 64 nodes of trn1.32xlarge, each with
+# hlat-7b: runs 2,048 ranks on 64 nodes of trn1.32xlarge, each with
 #   ["/shared/environment/bin/python", "-m", "kit.train", "--run", "/shared/runs/hlat-7b"]
 # Submit from the run directory, which needs a folder logs: sbatch compile.sh, and after its success sbatch submit.sh
 # WARNING: the ranks of 64 nodes would all read Python and its packages from the shared file system, at 33,000 file calls each. Pack them once, `tar -C /shared/environment -cf environment.tar .`, and give the file as archive, and a folder on each node's own disk as directory, under [slurm.broadcast] in the site file; or start the ranks in a container.
