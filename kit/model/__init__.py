@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from kit.model.cross_entropy import chunked_cross_entropy
 from kit.model.past import Past as Past
-from kit.model.past import attend_within_documents
+from kit.model.past import DOCUMENT_KERNELS, attend_within_documents
 from kit.plan import Recompute
 from kit.spec import ModelSpec
 
@@ -44,7 +44,7 @@ SAVED = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    *DOCUMENT_KERNELS,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }

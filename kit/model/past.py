@@ -7,9 +7,15 @@ from typing import Self
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from kit.model.key_value_cache import KeyValueCache
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    DOCUMENT_KERNELS = {torch.ops.torch_attn._varlen_attn.default}
+except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where none is called
+    varlen_attn, DOCUMENT_KERNELS = None, set()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,9 @@ class Past:
 def has_document_kernel(device: torch.device, precision: str) -> bool:
     """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs in 16 bits, if it takes grouped heads."""
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and precision != "fp32" and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    if varlen_attn is None or not is_nvidia or precision == "fp32":
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
@@ -64,6 +72,7 @@ def attend_within_documents(q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, begi
     num_rows, num_heads, length, _ = q_BNTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
     grouped, causal = num_heads != k_BKTD.shape[1], (-1, 0)
+    assert varlen_attn is not None  # as `has_document_kernel` says
     y = varlen_attn(q, k, v, begins_N, begins_N, length, length, window_size=causal, enable_gqa=grouped)
     assert isinstance(y, Tensor)  # and no second result, which was not asked for
     return y.unflatten(0, (num_rows, length)).transpose(1, 2)

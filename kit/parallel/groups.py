@@ -28,7 +28,7 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
         return dist.split_group(split_ranks=[list(ranks) for ranks in lists], **options)
     mine = None
     for ranks in lists:
-        group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT, group_desc=name)
+        group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
         mine = group if dist.get_rank() in ranks else mine
     if mine is not None:
         connect(mine, name, COLLECTIVE_TIMEOUT)
@@ -37,7 +37,7 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
 
 def cpu_group(name: str) -> Any:
     """Returns a new group of all ranks for tensors in memory, connected."""
-    group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=name)
+    group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)  # Torch-XLA's takes no description
     connect(group, name, COLLECTIVE_TIMEOUT)
     return group
 
