@@ -152,7 +152,7 @@ class NxdShards:
     def _parts(self, name: str) -> list[Tensor]:
         if name not in self._shards[0]:
             raise DataError(f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with.")
-        held = (_weights(load_tensors(shard[name])) for shard in self._shards)
+        held = (_weights(shard[name]) for shard in self._shards)
         return [tensors[name if name in tensors else ""] for tensors in held]
 
 
@@ -163,20 +163,24 @@ class TensorReference:
 
 
 def _files(file: Path) -> dict[str, Path]:
-    """Returns the file that holds each weight by name: this one, unless it was saved with use_xser."""
-    tensors = Path(f"{file}.tensors")
-    with torch.serialization.safe_globals([(TensorReference, REFERENCE)] if tensors.is_dir() else []):
-        state = _weights(load_tensors(file))
-    if not tensors.is_dir():
-        return dict.fromkeys(state, file)
-    numbers = {name: held.tid for name, held in state.items() if isinstance(held, TensorReference)}
-    for name, number in numbers.items():
-        if not isinstance(number, int):
-            raise DataError(f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint again.")
-    return {name: tensors / f"tensor_{number}.pt" for name, number in numbers.items()}
+    """Returns the file that holds each weight by name: this one, or where a reference stands for it, one of its own.
+
+    AWS's converter leaves all weights in the file, and an empty folder beside it, where it is told to save with xser.
+    """
+    found = {}
+    for name, held in _weights(file).items():
+        found[name] = file
+        if isinstance(held, TensorReference):
+            number = getattr(held, "tid", None)
+            if not isinstance(number, int):
+                raise DataError(f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint again.")
+            found[name] = Path(f"{file}.tensors") / f"tensor_{number}.pt"
+    return found
 
 
-def _weights(state: dict[str, Any]) -> dict[str, Any]:
+def _weights(file: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
+        state = load_tensors(file)
     return state["model"] if isinstance(state.get("model"), dict) else state
 
 

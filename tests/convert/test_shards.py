@@ -190,6 +190,15 @@ def test_nxd_shards_of_a_file_a_tensor_come_back_whole(torch_xla_serialization, 
         import_nxd(folder, decoder.spec).decoder()
 
 
+def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
+    """With --save_xser too: it gives xser tensors in memory, which xser leaves where they are, and makes its folder."""
+    decoder = llama(2)
+    folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
+    for file in sorted((folder / "model").glob("*.pt")):
+        Path(f"{file}.tensors").mkdir()
+    assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
+
+
 def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
