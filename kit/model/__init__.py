@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from kit.model.cross_entropy import chunked_cross_entropy
-from kit.model.past import Past as Past
 from kit.model.past import DOCUMENT_KERNELS, attend_within_documents
+from kit.model.past import Past as Past
 from kit.plan import Recompute
 from kit.spec import ModelSpec
 

@@ -13,12 +13,12 @@ CALLS: list[tuple[str, dict]] = []
 def versions() -> dict[str, dict[str, inspect.Signature]]:
     """Returns the recorded signatures by version and name."""
     return {
-        version: {name: _signature(parameters) for name, parameters in recorded["signatures"].items()}
+        version: {name: signature(parameters) for name, parameters in recorded["signatures"].items()}
         for version, recorded in json.loads(SIGNATURES.read_text()).items()
     }
 
 
-def _signature(parameters: list[list[str]]) -> inspect.Signature:
+def signature(parameters: list[list[str]]) -> inspect.Signature:
     kinds = {"var_positional": inspect.Parameter.VAR_POSITIONAL, "var_keyword": inspect.Parameter.VAR_KEYWORD,
              "keyword_only": inspect.Parameter.KEYWORD_ONLY}  # fmt: skip
     made = []

@@ -75,6 +75,14 @@ def test_broken_tells_the_last_line(installed):
     assert "cannot be imported: ImportError: _XLAC.so: undefined symbol: deleteNode." in probe().message
 
 
+def test_an_engine_that_this_torch_does_not_hold_is_broken(installed):
+    lacking = 'import sys; sys.modules["torch.utils.checkpoint"] = None'
+    installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": lacking})
+    assert probe().state == "broken"
+    assert "the kit's engine cannot be imported: ModuleNotFoundError: import of torch.utils.check" in probe().message
+    assert doctor._neuron().ok is False
+
+
 def test_source_on_the_path_is_no_installation(installed):
     installed({}, {"neuronx_distributed": ""})
     assert probe().state == "broken" and "never installed" in probe().reason

@@ -11,6 +11,7 @@ to 2026-10.
 import dataclasses
 import importlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -30,6 +31,8 @@ PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
 """Versions on the public index that install without an error and hold nothing; the real ones are in AWS's own index."""
 SUPPORTED = ("0.17", "0.18")
 """SDK 2.28 and 2.29: the last with NxD training that run on a Python on which the kit runs."""
+ENGINE = "kit.engines.neuron.checkpoint"
+"""The module of the kit's own that imports all others of its engine: they too must fit the installed torch."""
 IMPORT_LIMIT_S = 300.0
 
 
@@ -68,7 +71,7 @@ def require() -> None:
 
 
 def probe() -> NeuronStatus:
-    """Returns what is installed and whether it can train; real packages are imported, in another process."""
+    """Returns what is installed and whether it can train; packages and engine are imported, in another process."""
     return _status(_import)
 
 
@@ -97,11 +100,14 @@ def _status(imported: Callable[[], tuple[State, str]]) -> NeuronStatus:
 
 
 def _import_here() -> tuple[State, str]:
-    try:
-        for module in PACKAGES.values():
+    for module in (*PACKAGES.values(), ENGINE):
+        try:
             importlib.import_module(module)
-    except Exception as error:  # a library that does not fit torch raises what it likes
-        return "broken", f"it is installed but cannot be imported: {type(error).__name__}: {error}."
+        except Exception as error:  # a library that does not fit torch raises what it likes
+            if "WRONG PACKAGE" in str(error):
+                return "placeholder", "one of its packages is the public index's placeholder, which holds no code."
+            what = " the kit's engine" if module == ENGINE else ""
+            return "broken", f"it is installed but{what} cannot be imported: {type(error).__name__}: {error}."
     return "ok", ""
 
 
@@ -131,18 +137,18 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
 def _import() -> tuple[State, str]:
     """Imports NxD in a process of its own: it takes the Neuron cores, and a crash of it is not ours."""
     path = os.pathsep.join(part for part in sys.path if part)
-    command = [sys.executable, "-c", f"import {', '.join(PACKAGES.values())}"]
+    code = f"import json; from {__name__} import _import_here; print(json.dumps(_import_here()))"
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=IMPORT_LIMIT_S
-        )
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_LIMIT_S,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "broken", f"it could not be imported within {IMPORT_LIMIT_S:.0f} s."
     if done.returncode == 0:
-        return "ok", ""
+        state, reason = json.loads(done.stdout.splitlines()[-1])
+        return state, reason
     last = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
-    if "WRONG PACKAGE" in done.stderr:
-        return "placeholder", "one of its packages is the public index's placeholder, which holds no code."
     return "broken", f"it is installed but cannot be imported: {last.rstrip('.')}."
 
 

@@ -1,0 +1,17 @@
+"""What the ordinary suite believes of this torch and this Torch-XLA."""
+
+import pytest
+
+from tests.engines.trainium_torch import inventory, record, signatures
+
+pytestmark = pytest.mark.neuron
+
+
+def test_is_as_recorded():
+    import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # makes groups
+
+    has, recorded = inventory(list(record()["lacks"])), record()["torch"] | record()["torch_xla"]
+    assert {module: set(names) & set(has[module]) for module, names in record()["lacks"].items()} == {
+        module: set() for module in record()["lacks"]
+    }
+    assert signatures(set(recorded)) == recorded

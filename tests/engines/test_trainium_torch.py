@@ -1,0 +1,70 @@
+"""The kit's part of a Trainium job is made of what torch 2.9 has: the ordinary suite runs on newer ones."""
+
+import ast
+import inspect
+import subprocess
+import sys
+
+from tests.engines import signatures
+from tests.engines.trainium_torch import ROOT, group_calls, record
+
+OWN = [
+    *(f"kit.engines.neuron.{file.stem}" for file in sorted((ROOT / "kit" / "engines" / "neuron").glob("[!_]*.py"))),
+    "kit.train",
+    "kit.convert.neuron",
+]
+
+
+REFUSED = {
+    "import torch.nn.attention.varlen": "ModuleNotFoundError: torch 2.9 has no module torch.nn.attention.varlen",
+    "from torch.nn.attention import varlen": "ImportError: torch 2.9 has no torch.nn.attention.varlen",
+    "from torch.distributed import shrink_group": "ImportError: torch 2.9 has no torch.distributed.shrink_group",
+    "import torch.distributed as d; d.shrink_group": "AttributeError: torch 2.9 has no torch.distributed.shrink_group",
+    "import torch; torch.ops.aten._foreach_mm": "AttributeError: torch 2.9 has no torch.ops.aten._foreach_mm",
+    "import torch.cuda": "AssertionError: torch.cuda is not in trainium_torch.json",
+}
+TRY = """
+try:
+    exec({line!r}, {{"__name__": "kit"}})
+except Exception as error:
+    print(type(error).__name__, error, sep=": ")
+"""
+
+
+def run_refusing(code: str) -> str:
+    code = f"from tests.engines.trainium_torch import refuse_what_it_lacks\nrefuse_what_it_lacks()\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_torch_2_9_is_enough_for_the_engine_to_be_imported():
+    run_refusing(f"import {', '.join(OWN)}")
+
+
+def test_what_torch_2_9_lacks_is_refused():
+    said = run_refusing("".join(TRY.format(line=line) for line in REFUSED))
+    assert [expected for expected in REFUSED.values() if expected not in said] == [], said
+
+
+def test_groups_are_called_as_torch_2_9_and_torch_xla_take_it():
+    refused, calls = [], 0
+    for place, name, call in group_calls():
+        named = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
+        is_whole = len(named) == len(call.keywords) and not any(isinstance(each, ast.Starred) for each in call.args)
+        for of in ("torch", "torch_xla"):
+            if name not in record()[of]:
+                continue
+            calls, signature = calls + 1, signatures.signature(record()[of][name])
+            try:
+                (signature.bind if is_whole else signature.bind_partial)(*call.args, **named)
+            except TypeError as error:
+                refused.append(f"{place}: {name} of {of}: {error}")
+    assert calls > 50 and not refused, refused
+
+
+def test_every_function_of_groups_that_is_called_is_recorded():
+    import torch.distributed as dist
+
+    called = {name for _, name, _ in group_calls() if inspect.isfunction(getattr(dist, name))}
+    assert called <= record()["torch"].keys(), "make the record again: see trainium_torch.py"

@@ -1,0 +1,167 @@
+"""What the torch of Trainium hosts (2.9) lacks of newer ones, and how it is called: data/trainium_torch.json.
+
+`refuse_what_it_lacks` lets the kit's modules find nothing of it while they are imported. Whenever one of them imports
+another module of torch, the record is made again, where `make test-nxd` has made its environment, by
+
+    build/nxd/bin/python -m tests.engines.trainium_torch .venv/bin/python
+"""
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).parent / "data" / "trainium_torch.json"
+
+
+@functools.cache
+def record() -> dict[str, Any]:
+    """Returns the record: `lacks` by module of torch, operators under "torch.ops", and signatures by function."""
+    return json.loads(RECORD.read_text())
+
+
+@functools.cache
+def lacking() -> frozenset[str]:
+    """Returns the full names of what it lacks."""
+    return frozenset(f"{module}.{name}" for module, names in record()["lacks"].items() for name in names)
+
+
+# What the kit uses -----------------------------------------------------------------------------------------------
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    """Yields the kit's modules."""
+    for file in sorted((ROOT / "kit").rglob("*.py")):
+        yield file, ast.parse(file.read_text())
+
+
+def modules_used() -> list[str]:
+    """Returns the modules of torch that the kit imports, or that it imports names from."""
+    found = {"torch"}
+    for _, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return sorted(name for name in found if name.split(".")[0] == "torch" and is_module(name))
+
+
+def is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """Yields place, name and call of each function of `torch.distributed` that the kit calls as `dist.NAME(...)`."""
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == "dist":
+                yield f"{file.relative_to(ROOT)}:{node.lineno}", node.func.attr, node
+
+
+# Refusing --------------------------------------------------------------------------------------------------------
+
+
+class Old(types.ModuleType):
+    """A module of torch, as the kit sees it: without what 2.9 lacks."""
+
+    def __init__(self, name: str, real: types.ModuleType) -> None:
+        super().__init__(name)
+        self.__dict__["real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self.__name__}.{name}"
+        if full in lacking():
+            raise AttributeError(f"torch 2.9 has no {full}")
+        found = getattr(self.real, name)
+        return Old(full, found) if isinstance(found, types.ModuleType) else found
+
+
+def refuse_what_it_lacks() -> None:
+    """Makes imports by modules of the kit, from now on and in this process, those of torch 2.9."""
+    real_import, covered = builtins.__import__, record()["lacks"].keys()
+
+    def import_old(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        importer = (globals or {}).get("__name__", "").split(".")[0]
+        if importer != "kit" or level or name.split(".")[0] != "torch":
+            return real_import(name, globals, locals, fromlist, level)
+        if name in lacking():
+            raise ModuleNotFoundError(f"torch 2.9 has no module {name}", name=name)
+        for each in fromlist or ():  # Python would look among the modules that are loaded
+            if f"{name}.{each}" in lacking():
+                raise ImportError(f"torch 2.9 has no {name}.{each}", name=name)
+        assert name in covered, f"{name} is not in {RECORD.name}; {__doc__}"
+        return Old(name if fromlist else "torch", real_import(name, globals, locals, fromlist, level))
+
+    builtins.__import__ = import_old
+
+
+# Recording -------------------------------------------------------------------------------------------------------
+
+
+def inventory(modules: list[str]) -> dict[str, list[str]]:
+    """Returns what this torch has: names by module, and under "torch.ops" its operators."""
+    found = {}
+    for name in filter(is_module, modules):
+        module = importlib.import_module(name)
+        inside = {found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))}
+        found[name] = sorted(inside | {each for each in dir(module) if not each.startswith("__")})
+    operators = {name.split(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}
+    return found | {"torch.ops": sorted(operators)}
+
+
+def signatures(names: set[str]) -> dict[str, list[list[str]]]:
+    """Returns signatures of `torch.distributed`, as in nxd_signatures.json, defaults left out."""
+    return {
+        name: [
+            [p.name, p.kind.name.lower(), *([] if p.default is p.empty else ["..."])]
+            for p in inspect.signature(getattr(dist, name)).parameters.values()
+        ]
+        for name in sorted(names)
+        if inspect.isfunction(getattr(dist, name))  # classes of C++ tell nothing
+    }
+
+
+def make(newer_python: str) -> dict[str, Any]:
+    """Returns the record, made where torch 2.9 and Torch-XLA are; the other Python has the newer torch."""
+    asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
+    newer = json.loads(subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    older = inventory(list(newer))
+    lacks = {module: sorted(set(names) - set(older.get(module, ()))) for module, names in newer.items()
+             if module in older}  # fmt: skip
+    called = {name for _, name, _ in group_calls()}
+    plain = signatures(called)
+    import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    xla = {name: found for name, found in signatures(called).items() if found != plain[name]}
+    return {"lacks": lacks, "torch": plain, "torch_xla": xla}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "inventory":
+        print(json.dumps(inventory(modules_used())))
+    else:
+        tables = [
+            f'"{name}": {{\n' + ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in table.items()) + "\n}"
+            for name, table in make(sys.argv[1]).items()
+        ]
+        RECORD.write_text("{" + ",\n".join(tables) + "}\n")
