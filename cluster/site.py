@@ -72,6 +72,12 @@ class Device(Record):
         """Whether torch drives it by CUDA or ROCm, or would by XPU; told by the vendor's name."""
         return any(name in self.name for name in GPU_NAMES)
 
+    @property
+    def trainium(self) -> str | None:
+        """Its generation of AWS Trainium, as AWS's tools name it (trn1, trn2), told by the vendor's name; or None."""
+        found = re.search(r"\b(?:Trainium|trn) ?(\d*)", self.name, re.IGNORECASE)
+        return f"trn{found[1] or 1}" if found else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("peak_flops_per_s", "matmul_flops_per_s"):

@@ -14,7 +14,7 @@ from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
-from kit.engines import check_engine
+from kit.engines import check_engine, check_site
 from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
 from kit.engines.neuron.configuration import job_environment
@@ -68,6 +68,7 @@ def launch(
     plan.check(spec)
     alarm = find_alarm()
     site = on_device(site, plan, device)
+    check_site(spec, plan, site)
     check_engine(plan)
     check_recipe(recipe, plan)
     begins = recipe.init_from is not None and not Checkpoints(directory / "checkpoints").steps()

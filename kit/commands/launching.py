@@ -21,6 +21,7 @@ from cluster.state import JobError
 from kit import launcher
 from kit.commands.asked import Asked, as_given, ask_for, on_devices, read_data, read_phases
 from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
+from kit.engines import check_site
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.recipe import Recipe
@@ -149,6 +150,7 @@ def _show(run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: flo
     """
     prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=recipe, site=site)
     asked.plan.check(asked.spec)
+    check_site(asked.spec, asked.plan, site)
     job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
     texts = {} if site.login and lacking else scripts(job, site)
     left = []

@@ -3,6 +3,8 @@
 import importlib.metadata
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from cluster.site import Site
+from kit.engines.neuron.configuration import check_platform
 from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -116,3 +118,22 @@ def check_engine(plan: Plan) -> None:
         from kit.engines.deepspeed.package import require
 
         require()
+
+
+def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
+    """Raises ConfigError if the plan's engine does not train such a model on the devices of a site."""
+    device, platform = site.device.name, site.device.trainium
+    # On a Trainium host itself, that is a local site, no file need say so.
+    elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
+    if plan.engine == "neuron" and elsewhere:
+        raise ConfigError(
+            f"plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site {site.name!r} is {device!r}. Use "
+            f"engine 'native', or a Trainium site such as 'trn1.32xlarge'."
+        )
+    if plan.engine != "neuron" and platform is not None:
+        raise ConfigError(
+            f"plan.engine: {plan.engine!r} trains on GPUs and CPU cores, and a device of site {site.name!r} is "
+            f"{device!r}. Use engine 'neuron', or another site."
+        )
+    if platform is not None:
+        check_platform(plan, spec, platform)

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from cluster.site import Site
+from kit.engines import check_site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal.count import Count
@@ -90,5 +91,6 @@ def rehearse(
         ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
     """
     plan.check(spec)
+    check_site(spec, plan, site)
     job = Job(spec=spec, plan=plan, recipe=recipe, site=site, hours_between_failures=hours_between_failures)
     return Rehearsal(spec, plan, site, tuple(count for stage in STAGES for count in stage(job)))

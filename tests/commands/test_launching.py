@@ -173,6 +173,7 @@ def test_show_of_one_script_is_that_script(capsys: pytest.CaptureFixture[str]) -
         launch("--recipe", "hlat-7b", "--site", "eks-trn1", "--show")
     with pytest.raises(ConfigError, match="1,024 processes would choke one machine.* at most 256, .*--site"):
         launch("--recipe", "hlat-7b", "--show")
+    refused("'neuron' trains on AWS Trainium alone", "--recipe", "hlat-7b", "--site", "frontier", "--show")
 
 
 def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:

@@ -8,6 +8,7 @@ from torch.distributed.run import parse_args
 
 import kit
 from cluster.site import Site
+from kit.engines import check_site
 from kit.engines.neuron.configuration import (
     check_environment,
     check_platform,
@@ -17,9 +18,11 @@ from kit.engines.neuron.configuration import (
     pipeline_cuts,
 )
 from kit.errors import ConfigError
+from kit.estimate.choose.search import search
 from kit.launcher import job_spec
 from kit.plan import Plan
 from kit.recipe import Recipe
+from kit.rehearsal import rehearse
 from kit.spec import ModelSpec
 
 HLAT_7B = Plan(
@@ -199,12 +202,55 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
     assert job_environment(HLAT_70B, Site.load(site))["NEURON_EXPERIMENTAL_COMPRESS_RG"] == "1"
 
 
-@pytest.mark.parametrize("platform", ["trn1", "trn2", "trn3"])
-def test_copied_heads_are_laid_out_for_trn1_only(platform):
-    copied, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
+@pytest.mark.parametrize(("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)])
+def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed):
+    """By how many copies of a head are allowed: none of NxD's layers of grouped heads is made on Trn3."""
+    grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
-    if platform == "trn1":
-        check_platform(HLAT_70B, copied, platform)
-    else:
-        with pytest.raises(ConfigError, match=f"trn1, trn1n, inf2 only; this is '{platform}'. Use tensor_parallel 8"):
-            check_platform(HLAT_70B, copied, platform)
+    for copies in (1, 4):
+        plan = HLAT_70B.replace(tensor_parallel=8 * copies)
+        message = (
+            f"this is '{platform}'. Use tensor_parallel 8" if allowed else f"not allowed on '{platform}': NxD makes"
+        )
+        with contextlib.nullcontext() if copies <= allowed else pytest.raises(ConfigError, match=message):
+            check_platform(plan, grouped, platform)
+
+
+@pytest.fixture
+def trn3(tmp_path) -> Site:
+    """A site of one's own, of newer devices."""
+    (tmp_path / "trn3.toml").write_text('base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n')
+    return Site.load(tmp_path / "trn3.toml")
+
+
+@pytest.mark.parametrize(
+    ("plan", "site", "message"),
+    [
+        (HLAT_7B, "perlmutter", "'neuron' trains on AWS Trainium alone, and a device of site 'perlmutter' is 'NVIDIA"),
+        (HLAT_7B, "lumi", "'neuron' trains on AWS Trainium alone, and a device of site 'lumi' is 'AMD Instinct"),
+        (HLAT_7B, "dgx-h100", "'neuron' trains on AWS Trainium alone"),
+        (HLAT_7B, "tpu-v4", "'neuron' trains on AWS Trainium alone"),
+        (HLAT_7B.replace(engine="native"), "trn1.32xlarge", "'native' trains on GPUs and CPU cores"),
+        (HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=False), "eks-trn1", "'deepspeed' trains"),
+        (HLAT_70B, "trn3", "spec.num_kv_heads: 8 for num_heads 64 on engine 'neuron' is not allowed on 'trn3'"),
+    ],
+)
+def test_planner_launcher_and_rehearsal_refuse_devices_of_another_engine(plan, site, message, trn3, tmp_path):
+    spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
+    site = trn3 if site == "trn3" else Site.load(site)
+    meetings = {
+        "plan": lambda: search(spec, site, plan.num_devices, 1024, engine=plan.engine),
+        "launch": lambda: kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=RECIPE, site=site),
+        "rehearse": lambda: rehearse(spec, plan, RECIPE, site),
+    }
+    for meet in meetings.values():
+        with pytest.raises(ConfigError, match=message):
+            meet()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1", "laptop"])
+def test_a_trainium_site_and_this_machine_are_not_refused(site, trn3):
+    check_site(ModelSpec.preset("hlat-70b"), HLAT_70B, Site.load(site))
+    check_site(ModelSpec.preset("hlat-7b"), HLAT_7B, trn3)
+    check_site(ModelSpec.preset("hlat-7b"), Plan(), Site.load("frontier"))

@@ -23,6 +23,8 @@ FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
 which are not neighbours, it guesses wrong."""
 TRN1 = ("trn1", "trn1n", "inf2")
 """Platforms on which NxD puts different key/value heads side by side, and copies of one head apart."""
+GROUPED = (*TRN1, "trn2")
+"""Platforms on which NxD initialises layers of grouped heads, copied or not (modules/qkv_linear.py, 0.17 and 0.18)."""
 NO_CAST = "--auto-cast=none"
 """Without it, the compiler makes bf16 of fp32 matrix products."""
 
@@ -110,8 +112,14 @@ def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
 
 
 def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
-    """Raises ConfigError if NxD copies key/value heads on this platform in another order than Trn1's, which
-    `kit.engines.neuron.weights` lays out. The platform is as torch_neuronx names it."""
+    """Raises ConfigError if NxD does not lay out grouped key/value heads on this platform, or copies them in another
+    order than Trn1's, which `kit.engines.neuron.weights` lays out. The platform is as torch_neuronx names it."""
+    if spec.num_kv_heads < spec.num_heads and platform not in GROUPED:
+        raise ConfigError(
+            f"spec.num_kv_heads: {spec.num_kv_heads} for num_heads {spec.num_heads} on engine 'neuron' is not allowed "
+            f"on {platform!r}: NxD makes layers of grouped heads for {', '.join(GROUPED)} only. Use one of these, or "
+            f"num_kv_heads {spec.num_heads}."
+        )
     if plan.kv_replication(spec) > 1 and platform not in TRN1:
         raise ConfigError(
             f"plan.tensor_parallel: {plan.tensor_parallel} with spec.num_kv_heads {spec.num_kv_heads} on engine "

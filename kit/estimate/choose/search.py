@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.record import counted
 from cluster.site import Site
+from kit.engines import check_site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.fit.calibrate import Calibration, Prediction, calibrate
@@ -207,7 +208,8 @@ def search(
         layout_kernels: `flash_attention`, `fused_norm`, `gradient_bytes`, `overlap` and others, as in `Layouts.of`.
 
     Raises:
-        ConfigError: the site lacks a number, no layout fits devices and batch, or none fits in memory.
+        ConfigError: the site lacks a number or the engine's devices, no layout fits devices and batch, or none fits in
+            memory.
     """
     if not 0 < max_risk < 1:
         raise ConfigError(
@@ -215,6 +217,7 @@ def search(
         )
     machine = machine_of(site, calibration, engine=engine, kernels=kernels, precision=precision)
     engine = engine or site.engine
+    check_site(spec, Plan(engine=engine), site)
     ours = kernels is None and engine == "native" and site.device.is_gpu  # not another code base
 
     def on(devices: int) -> Search:

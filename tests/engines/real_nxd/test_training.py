@@ -1,11 +1,13 @@
 """Both recipes of HLAT in miniature train on NxD as the native engine does on one process, in fp32 and in bf16."""
 
 import functools
+import os
 
 import pytest
 
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from tests.engines.real_nxd.closed import PLATFORM
 from tests.engines.real_nxd.conftest import start_xla
 from tests.parity import RECIPE, Trained, batches, build, differences, make_plan, train
 from tests.workers import run_ranks
@@ -34,8 +36,9 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
         SHARED, {**ZERO, **SP2, "pipeline_parallel": 2, "recompute": "full"}),
     "copied heads: TP2": (ONE, {"tensor_parallel": 2}),
     "70B: TP2, sequence parallel, copied heads": (ONE, {**SP2, **ZERO}),
+    "70B: TP8, sequence parallel, four copies": (SHARED, {**SP2, **ZERO, "tensor_parallel": 8}),
 }  # fmt: skip
-"""Key/value heads for the four query heads, and what the plan changes."""
+"""Key/value heads for the query heads, four or one on each tensor rank, and what the plan changes."""
 
 
 @functools.cache
@@ -48,7 +51,8 @@ def native(spec: ModelSpec, precision: str) -> Trained:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_trains_as_the_native_engine(layout, precision, mha, record_property):
     num_kv_heads, changes = LAYOUTS[layout]
-    spec, plan = mha.replace(num_kv_heads=num_kv_heads), make_plan({**changes, "precision": precision}, "neuron")
+    plan = make_plan({**changes, "precision": precision}, "neuron")
+    spec = mha.replace(num_kv_heads=num_kv_heads, num_heads=max(mha.num_heads, plan.tensor_parallel))
     recipe = RECIPE.replace(num_steps=STEPS)
     said = run_ranks(plan.num_devices, train, spec, plan, recipe, timeout_s=LIMIT_S, start=start_xla)
     found = differences(said, native(spec, precision))
@@ -57,6 +61,27 @@ def test_trains_as_the_native_engine(layout, precision, mha, record_property):
     assert found["validation"] <= (1e-6 if precision == "fp32" else 1e-4), found
     assert found["loss"] <= (1e-6 if precision == "fp32" else 1.5e-4), found
     assert found["grad_norm"] <= (1e-5 if precision == "fp32" else 0.02), found
+
+
+def build_on_trn3(spec: ModelSpec, plan: Plan) -> list[str]:
+    """Returns what the engine says of a platform, and what NxD does where nobody asks."""
+    from kit.engines.neuron import engine
+
+    os.environ[PLATFORM], said = "trn3", []
+    for _ in range(2):
+        with pytest.raises(Exception) as raised:  # NxD raises no other
+            build(spec, plan)
+        said.append(str(raised.value))
+        engine.check_platform = lambda *_: None
+    return said
+
+
+def test_grouped_heads_are_refused_where_nxd_makes_no_layer_of_them(mha):
+    [[ours, theirs]] = run_ranks(
+        1, build_on_trn3, mha.replace(num_kv_heads=2), make_plan({}, "neuron"), start=start_xla
+    )
+    assert ours.startswith("spec.num_kv_heads: 2 for num_heads 4 on engine 'neuron' is not allowed on 'trn3'")
+    assert theirs == "Configure kv weight initialization as per hw architecture"
 
 
 def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
