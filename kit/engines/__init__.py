@@ -127,8 +127,8 @@ def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
     elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
     if plan.engine == "neuron" and elsewhere:
         raise ConfigError(
-            f"plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site {site.name!r} is {device!r}. Use "
-            f"engine 'native', or a Trainium site such as 'trn1.32xlarge'."
+            f"plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site {site.name!r} is {device!r}. "
+            f"Use engine 'native', or a Trainium site such as 'trn1.32xlarge'."
         )
     if plan.engine != "neuron" and platform is not None:
         raise ConfigError(
