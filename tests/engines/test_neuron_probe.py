@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,16 @@ def test_requirements_are_exact(name):
 def test_requirements_are_of_versions_that_the_probe_takes():
     pin = re.search(r"neuronx-distributed==(\d+\.\d+)", (ROOT / "requirements" / "trainium.txt").read_text())
     assert pin and pin[1] in SUPPORTED
+
+
+NOTEBOOKS = {"anywidget", "matplotlib", "jupyterlab", "ipykernel", "ipywidgets", "nbclient"}
+OF_NEURON = {"torch", "numpy"}
+"""What AWS's own packages ask for, in their versions."""
+
+
+@pytest.mark.parametrize("file", ["requirements/trainium.txt", "tests/engines/real_nxd/requirements.txt"])
+def test_requirements_hold_what_ranks_and_the_command_line_import(file):
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {line.partition(">=")[0] for line in ours} - NOTEBOOKS - OF_NEURON
+    found = {line.partition("==")[0] for line in (ROOT / file).read_text().splitlines()}
+    assert len(needed) >= 4 and needed <= found, needed - found
