@@ -14,7 +14,6 @@ import html
 import json
 import os
 import shlex
-import tempfile
 import types
 import typing
 from collections.abc import Iterator
@@ -208,18 +207,17 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 def replacement(file: Path) -> Iterator[BinaryIO]:
     """Yields a stream whose content replaces that of a file in one step at the end of the block, if nothing fails.
 
-    A reader sees the old or the new content, never a part of it. The file's folder is made, but not those above: a run
-    directory that was deleted must not come back as a stub.
+    A reader sees the old or the new content, never a part of it; who may read it is the umask's choice, as for any
+    file. The file's folder is made, but not those above: a run directory that was deleted must not come back as a stub.
     """
     file.parent.mkdir(exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with part.open("xb") as stream:  # not by `tempfile`, whose files are their owner's alone
             yield stream
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, file)
+        part.replace(file)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

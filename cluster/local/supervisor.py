@@ -77,7 +77,7 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
     reader, writer = os.pipe()
     said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     if os.fork() == 0:
-        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)

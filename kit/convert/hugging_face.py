@@ -88,7 +88,9 @@ def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shar
         weights.fill(
             {name: from_theirs(spec, name, made.__getitem__) for name in places}
         )  # each in its place in theirs
-        save_file(made, folder / file_of[next(iter(shard))], metadata={"format": "pt"})
+        file = folder / file_of[next(iter(shard))]
+        save_file(made, file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", file)  # safetensors makes files that only their owner may read
         del made  # before the next one is
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(w.nbytes for w in theirs.values())}, "weight_map": file_of}
@@ -117,7 +119,7 @@ def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:
 def _add_tokenizer(folder: Path, tokenizer: Tokenizer | Path | None, spec: ModelSpec) -> None:
     if isinstance(tokenizer, Path):
         for file in (file for pattern in HUGGING_FACE_FILES for file in tokenizer.glob(pattern)):
-            shutil.copy(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)
     elif tokenizer is not None:
         write_tokenizer(folder, tokenizer, spec.sequence_length)
 
