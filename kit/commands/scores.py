@@ -85,7 +85,7 @@ def evaluate(
     if submit and not follow:
         raise ConfigError("--submit: only with --follow. Give both, or neither to score here and now.")
     _behind_a_login_node(run, submit)
-    chosen = evaluation.DEFAULT_TASKS if asked is None else asked
+    chosen = "default" if asked is None else asked
     if follow:
         _follow(Run.open(run), chosen, options, submit, as_json)
         return

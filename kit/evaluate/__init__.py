@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, SUITES, TaskRequest, num_files, suite
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, TaskRequest, num_files, suite
 from kit.evaluate.jobs import layout, score_in_job
 from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
@@ -34,18 +34,17 @@ __all__ = [
     "evaluate_model",
 ]
 
-DEFAULT_TASKS = (HELDOUT, "piqa", "arc_easy")
-
 
 def evaluate(
-    run: Run | str | Path, step: int | None = None, tasks: Sequence[str] | str = DEFAULT_TASKS, **options: Any
+    run: Run | str | Path, step: int | None = None, tasks: Sequence[str] | str = "default", **options: Any
 ) -> EvalReport:
     """Scores a checkpoint of a run and keeps the scores in the run directory, in `eval/step_NNNNNNNN.json`.
 
     Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit brings), or `heldout`:
-    the held-out text of the run's data set; or, as one word, the name of a suite.
-    Returned are their scores. The file also keeps those of other tasks of the same step, by default the newest; it
-    grows task by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
+    the held-out text of the run's data set; or, as one word, the name of a suite, of which the report names what could
+    not be scored, and why. Returned are their scores. The file also keeps those of other tasks of the same step, by
+    default the newest; it grows task by task, so that an evaluation that is ended keeps what it has. For `options` see
+    `Options`.
 
     A model that needs several devices, or is given them, is scored in a job of the run's site, and this returns at its
     end. Each process of that job calls this too, started with torch's WORLD_SIZE and RANK.
@@ -164,7 +163,7 @@ def check_request(tasks: Sequence[str] | str) -> tuple[TaskRequest, ...]:
     from kit.evaluate.task_index import require_harness, tasks_of
 
     if not tasks:
-        raise ConfigError(f"tasks: {tasks!r} is not allowed. Give a list of names, for example {list(DEFAULT_TASKS)}.")
+        raise ConfigError(f"tasks: {tasks!r} is not allowed. Give a list of names, for example ['heldout', 'piqa'].")
     if isinstance(tasks, str):
         requests = suite(tasks).tasks
         require_harness()

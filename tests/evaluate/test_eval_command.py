@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kit import evaluate
 from kit.commands.app import app
-from kit.errors import ConfigError
+from kit.errors import ConfigError, DataError
 from kit.evaluate import EvalReport, task_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -24,6 +24,19 @@ def test_scores_are_printed_and_kept(run, mirror):
     report = EvalReport.from_json(kit("eval", run.directory, "--tasks", "piqa", "--mirror", mirror, "--json"))
     assert not report["piqa"].partial
     assert (run.directory / "eval" / "step_00000003.json").exists()
+
+
+def test_without_benchmark_data_what_needs_none_is_scored(run, tmp_path, no_network, monkeypatch):
+    """As on a machine of a first user, whose home is empty; a task that was asked for by name is missed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    report = EvalReport.from_json(kit("eval", run.directory, "--json"))
+    assert [score.task for score in report.scores] == ["heldout"]
+    assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
+    assert kit("eval", run.directory).count("kit eval data") == 2
+    with pytest.raises(DataError, match="piqa: .*kit eval data"):
+        kit("eval", run.directory, "--tasks", "heldout,piqa")
+    alone = EvalReport.from_json(kit("eval", run.directory, "--tasks", "heldout", "--json"))
+    assert alone["heldout"].metrics == report["heldout"].metrics
 
 
 def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, mirror):
