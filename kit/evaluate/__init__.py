@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -92,12 +93,19 @@ def check_keepable(file: Path) -> None:
 
     Raises:
         ConfigError: it is a folder.
-        OSError: its folder cannot be made, or written to.
+        OSError: its folder cannot be made, or written to, or the file is somebody else's.
     """
     if file.is_dir():
         raise ConfigError(f"{file}: is a folder. Give a file, which is made: `--out FILE`.")
     there = next(folder for folder in file.absolute().parents if folder.exists())
-    for wrong, code in ((not there.is_dir(), errno.ENOTDIR), (not os.access(there, os.W_OK), errno.EACCES)):
+    about = there.stat()
+    # Where anybody may write, as in /tmp, a file is replaced by its owner or the folder's alone.
+    kept = about.st_mode & stat.S_ISVTX and file.exists() and {0, about.st_uid, file.stat().st_uid}
+    for wrong, code in (
+        (not there.is_dir(), errno.ENOTDIR),
+        (not os.access(there, os.W_OK), errno.EACCES),
+        (kept and os.geteuid() not in kept, errno.EPERM),
+    ):
         if wrong:
             raise OSError(code, os.strerror(code), str(there))
 

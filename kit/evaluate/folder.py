@@ -66,7 +66,8 @@ def evaluate_folder(
     `report_beside`, with its scores of other tasks.
 
     Raises:
-        ConfigError: as `import_hugging_face`, or `out` holds scores of other weights or another tokenizer.
+        ConfigError: as `import_hugging_face`, or the report cannot be written to `out`, which is found before the
+            work, or `out` holds scores of other weights or another tokenizer.
         DataError: the folder cannot be read, or has no tokenizer.
     """
     import torch
@@ -80,7 +81,10 @@ def evaluate_folder(
             f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a folder."
         )
     file, start = out or report_beside(folder), time.perf_counter()
-    check_keepable(file)
+    try:
+        check_keepable(file)
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}. Give its scores another place: `--out FILE`.") from error
     lone, model = load_tokenizer(folder), import_hugging_face(folder).decoder(DTYPES[chosen.precision])
     tokenizer = FolderTokenizer(folder, lone)
     report = EvalReport(

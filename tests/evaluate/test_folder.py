@@ -1,6 +1,7 @@
 """`kit eval FOLDER`: a Hugging Face folder is scored as it lies, and its report is kept beside it, never in it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,20 @@ def test_scores_of_other_weights_are_not_mixed(folder, mirror, tokenizer):
     export_hugging_face(build_decoder(SPEC, seed=7), folder, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match=r"tiny.eval.json: its scores are of other weights.*--out"):
         kit(folder, "--tasks", "piqa", "--limit", 5, "--mirror", mirror)
+
+
+def test_where_its_user_may_not_write_out_is_asked_for_before_the_work(folder, mirror, monkeypatch):
+    """Somebody else's folder, and somebody else's scores in a folder where all may write, as /tmp is."""
+    kit(folder, "--tasks", "piqa", "--limit", 2, "--mirror", mirror)
+    monkeypatch.setattr("kit.convert.hugging_face.import_hugging_face", lambda *_: pytest.fail("the model was loaded"))
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+        with pytest.raises(ConfigError, match="tiny.eval.json: Permission denied. .*--out FILE"):
+            kit(folder, "--tasks", "piqa", "--mirror", mirror)
+    folder.parent.chmod(0o1777)
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="tiny.eval.json: Operation not permitted. .*--out FILE"):
+        kit(folder, "--tasks", "piqa", "--mirror", mirror)
 
 
 @pytest.mark.parametrize(
