@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from cluster.sandbox import why_not
 from cluster.state import JobError
+from kit.errors import install_command
 
 EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb",
           "kubernetes": "cluster"}  # fmt: skip
@@ -77,7 +77,7 @@ def _import_time() -> Finding:
     seconds = time.perf_counter() - start
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["?"])[-1]
-        return Finding(subject="torch", found=f"cannot be imported: {last}", ok=False, advice="pip install -e .")
+        return Finding(subject="torch", found=f"cannot be imported: {last}", ok=False, advice=install_command())
     advice = (
         "" if seconds < SLOW_IMPORT_S else "copy the environment to each node's own disk (broadcast in the site file)"
     )
@@ -106,7 +106,9 @@ def _rates(gpus: int) -> list[Finding]:
         seen = by_ranks("kit.measure.node_check", ranks, RANKS_LIMIT_S)
     except (RuntimeError, JobError) as error:
         last = (str(error).strip().splitlines() or ["?"])[-1]
-        advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else "pip install -e . again; no run of several ranks works"
+        advice = (
+            "see NCCL_DEBUG=INFO kit doctor" if gpus else f"{install_command()} again; no run of several ranks works"
+        )
         return [Finding(subject="matrix product, all-reduce", found=f"{ranks} {what} failed: {last}", ok=False,
                         advice=advice)]  # fmt: skip
     rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]
@@ -126,7 +128,7 @@ def _package(name: str, extra: str) -> Finding:
     try:
         return Finding(subject=name, found=importlib.metadata.version(name), ok=True)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(subject=name, found="not installed", ok=None, advice=f"pip install -e '.[{extra}]'")
+        return Finding(subject=name, found="not installed", ok=None, advice=install_command(extra))
 
 
 def _deepspeed(deep: bool) -> Finding:
@@ -148,20 +150,20 @@ def _deepspeed(deep: bool) -> Finding:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it died"])[-1]
         return Finding(subject=name, found=f"{version}, but cannot train: {reason}", ok=False,
-                       advice="pip install -e '.[deepspeed]', or engine 'native'")  # fmt: skip
+                       advice=f"{install_command('deepspeed')}, or engine 'native'")  # fmt: skip
     return Finding(subject=name, found=f"{version}, made a training step", ok=True)
 
 
 def _neuron() -> Finding:
     """Only its packages are tried: a training step would need a Trainium device and minutes of compilation."""
-    from kit.engines.neuron.probe import REQUIREMENTS, has_device, probe
+    from kit.engines.neuron.probe import INSTALL, has_device, probe
 
     name, status = "neuronx-distributed", probe()
     if status.state == "ok":
         device = "a Neuron device is here" if has_device() else "no Neuron device is here, so nothing can be trained"
         return Finding(subject=name, found=f"{status.versions[name]}, imported; {device}", ok=has_device() or None,
                        advice="its training has reached its end of life: stay on SDK 2.28")  # fmt: skip
-    advice = f"on a Trainium host: pip install -r {shlex.quote(str(REQUIREMENTS))}"
+    advice = f"on a Trainium host: {INSTALL}"
     if not status.versions:
         return Finding(subject=name, found="not installed", ok=None, advice=advice)
     versions = ", ".join(f"{package} {version}" for package, version in status.versions.items())

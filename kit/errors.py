@@ -1,9 +1,29 @@
 """The kit's typed errors. Each message says what, the value, what is allowed, and what to do next."""
 
+import shlex
+from pathlib import Path
+
 from cluster.record import ConfigError, kit_command
 
-__all__ = ["CheckpointError", "ConfigError", "DamagedCheckpointError", "DataError", "MissingPackageError", "RunError",
-           "kit_command"]  # fmt: skip
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DamagedCheckpointError",
+    "DataError",
+    "MissingPackageError",
+    "RunError",
+    "install_command",
+    "kit_command",
+]
+CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
+"""Beside the packages of a checkout, and not beside installed ones."""
+
+
+def install_command(extra: str = "") -> str:
+    """Returns the command that installs what the kit needs, with an extra of it, in its checkout or from its wheel."""
+    extras = f"[{extra}]" if extra else ""
+    editable, whole = f"-e {shlex.quote(f'.{extras}')}", shlex.quote(f"pretraining-notebook-kit{extras}")
+    return f"pip install {editable if CHECKOUT.exists() else whole}"
 
 
 class RunError(RuntimeError):
@@ -26,7 +46,7 @@ class MissingPackageError(ImportError):
     """An optional package is not installed; the message gives the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed. Run: pip install -e '.[{extra}]'")
+        super().__init__(f"{purpose} needs {package}, which is not installed. Run: {install_command(extra)}")
 
     def _render_traceback_(self) -> list[str]:
         """Returns what a notebook shows in place of a traceback, by a convention of IPython."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from cluster.job import JobSpec
 from cluster.scheduler import Kubernetes, Slurm
 from cluster.site import Site
 from kit.commands.app import app
+from kit.errors import install_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -28,6 +30,9 @@ VALUE = "VALUE"
 """Stands for what a message fills in."""
 CALLS = {"kit_command": 0, "hint": 1}
 """Functions that write a command into a message, and which of their arguments is its first word."""
+
+EXTRAS = {"MissingPackageError": 1, "install_command": 0}
+"""What takes the name of an extra, and as which argument."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -124,11 +129,31 @@ def test_every_extra_that_is_asked_for_is_there() -> None:
     named = {(where, name) for where, text in texts() for name in re.findall(r"pip install.*\.\[([\w,]+)\]", text)}
     for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "MissingPackageError":
-                named.add((f"{file.relative_to(ROOT)}:{node.lineno}", _word(node.args[1])))
+            place = EXTRAS.get(getattr(node.func, "id", "")) if isinstance(node, ast.Call) else None
+            if place is not None and len(node.args) > place:
+                named.add((f"{file.relative_to(ROOT)}:{node.lineno}", _word(node.args[place])))
     assert len(named) > 3
     for where, name in named:
         assert set(name.split(",")) <= {*extras, VALUE}, f"{where}: [{name}]"
+
+
+ASKED = """
+import importlib.metadata, shlex
+from kit import doctor, errors
+advice = doctor._package("optuna", "plan").advice
+assert str(errors.MissingPackageError("optuna", "plan", "This")).endswith(advice), advice
+pip, install, what = shlex.split(advice)
+name, _, extra = what.removesuffix("]").partition("[")
+found = importlib.metadata.metadata(name)
+assert extra in found.get_all("Provides-Extra") and found["Name"] == name
+assert shlex.split(errors.install_command()) == ["pip", "install", name]
+"""
+
+
+def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path: Path) -> None:
+    assert install_command("plan") == "pip install -e '.[plan]'" and install_command() == "pip install -e ."
+    done = subprocess.run([reader_python(), "-c", ASKED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 RECORDS = {"spec": ModelSpec, "plan": Plan, "recipe": Recipe, "job": JobSpec, "site": Site}

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from kit.errors import MissingPackageError
+from kit.errors import MissingPackageError, install_command
 
 SUPPORTED = "0.19"
 """The engine reads and sets what DeepSpeed keeps to itself (fp32 weights, moments), which moves between versions."""
@@ -14,8 +14,8 @@ class DeepSpeedError(MissingPackageError):
     def __init__(self, reason: str) -> None:
         ImportError.__init__(
             self,
-            f"plan.engine 'deepspeed' needs DeepSpeed {SUPPORTED}: {reason}. Run: pip install -e '.[deepspeed]' -c "
-            f"constraints.txt, or use plan.engine 'native'.",
+            f"plan.engine 'deepspeed' needs DeepSpeed {SUPPORTED}: {reason}. Run: {install_command('deepspeed')} "
+            f"'deepspeed=={SUPPORTED}.*', or use plan.engine 'native'.",
         )
 
 

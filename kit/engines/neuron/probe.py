@@ -24,7 +24,7 @@ from kit.errors import MissingPackageError
 
 State = Literal["absent", "placeholder", "wrong version", "broken", "ok"]
 
-REQUIREMENTS = Path(__file__).parents[3] / "requirements" / "trainium.txt"
+INSTALL = "pip install -r requirements/trainium.txt, in a clone of the kit"
 PACKAGES = {"neuronx-distributed": "neuronx_distributed", "torch-neuronx": "torch_neuronx", "torch-xla": "torch_xla"}
 """What training imports, by the name under which it is installed."""
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
@@ -51,7 +51,7 @@ class NeuronStatus:
         """The reason and what to do about it."""
         return (
             f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}: {self.reason} On a Trainium "
-            f"host, in an environment of its own: pip install -r {REQUIREMENTS} (it says how to add the kit). NxD "
+            f"host, in an environment of its own: {INSTALL} (it says how to add the kit). NxD "
             f"training has reached its end of life; elsewhere, and for new work, use plan.engine 'native'."
         )
 
