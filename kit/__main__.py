@@ -1,11 +1,15 @@
 """The command line, as `kit` and as `python -m kit`; its commands are in `kit.commands`."""
 
 import gc
+import io
 import sys
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command line; a character that the terminal lacks is printed by its number."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         from kit.commands.app import run  # here, since Ctrl-C may come while a third of a second is spent on imports
 

@@ -118,6 +118,7 @@ def generate(
 
     if mirror_of(Path(model).expanduser()):
         raise ConfigError(f"{model}: its checkpoints are behind a login node. Run this command there.")
+    prompt = os.fsencode(prompt).decode(errors="replace")  # as it was typed, whatever the locale makes of it
     print(plain(prompt), end="", flush=True)
     continue_text(
         model, prompt, step=step, num_tokens=tokens, temperature=temperature, top_p=top_p, seed=seed,

@@ -1,6 +1,7 @@
 """The command line: mistakes are told in one sentence on standard error, and nothing is started."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from kit.plan import Plan
 from kit.spec import ModelSpec
+from tests.monitor.recorded import recorded_run
 
 
-def _kit(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "kit", *arguments], cwd=folder, capture_output=True, text=True)
+def _kit(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    command, env = [sys.executable, "-m", "kit", *arguments], {**os.environ, **environment}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,16 @@ def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n")
     answer = _kit("validate", "--rows", "rows.csv", folder=tmp_path)
     assert answer.returncode == 0 and "a [/b] machine:" in answer.stdout, answer.stdout
+
+
+def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "run", steps=40)
+    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    answer = _kit("status", "run", folder=tmp_path, **ascii_only)
+    blocks = re.findall(r"MFU .*", _kit("status", "run", folder=tmp_path, PYTHONIOENCODING="utf-8").stdout)[0]
+    assert answer.returncode == 0 and blocks.encode("ascii", "backslashreplace").decode() in answer.stdout
+    answer = _kit("generate", "nowhere", "née", folder=tmp_path, **ascii_only)
+    assert answer.stdout == r"n\xe9e" and "nowhere is not a run directory" in answer.stderr
 
 
 def test_doctor_finds_what_the_tests_use(tmp_path: Path) -> None:
