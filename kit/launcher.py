@@ -78,7 +78,7 @@ def launch(
             check_weights(spec, recipe)
     else:
         own = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-        refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own)
+        refuse_lacking(site, [*own, str(recipe.init_from)] if begins else own, "torch")
     with _alone(directory):
         run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
         run.asked()  # whatever of it cannot be read is found now

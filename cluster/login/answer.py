@@ -38,6 +38,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         submit(JobSpec.from_dict(request["job"]), Site.from_dict(request["site"]), request["files"])
         return {}
     if not (run_dir / "job.json").is_file():
+        if wanted == "asked":
+            raise JobError(f"{run_dir} is no run directory there (no job.json). Give the path of one: --there.")
         raise JobError(f"{run_dir} is not there any more; what was copied before is kept.")
     job = Job.attach(run_dir)
     if wanted == "request":

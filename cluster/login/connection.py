@@ -19,6 +19,11 @@ from cluster.state import JobError
 CONNECT_S, TIMEOUT_S = 10, 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
+FIRST = {
+    "Could not resolve hostname": "No machine of that name is known here: give its HostName in ~/.ssh/config. ",
+    "Connection refused": "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. ",
+}
+"""What is to be done first, by ssh's own words, since the command that opens a connection would fail as well."""
 
 
 class NoConnectionError(JobError):
@@ -45,7 +50,7 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
         said.seek(0)
         last = (said.read().decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
     if done.returncode == NOT_CONNECTED:
-        raise NoConnectionError(f"no connection to {login} ({last.strip()}). {_advice(login)}")
+        raise NoConnectionError(f"no connection to {login} ({last.strip()}). {_advice(login, last)}")
     if done.returncode:
         raise JobError(f"{login}: exit code {done.returncode}: {last.strip()}")
     return done.stdout
@@ -72,8 +77,9 @@ def open_command(login: str) -> str:
     return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), login])
 
 
-def _advice(login: str) -> str:
-    return f"Open one: `{open_command(login)}`"
+def _advice(login: str, said: str = "") -> str:
+    first = next((what for words, what in FIRST.items() if words in said), "")
+    return f"{first}Open one: `{open_command(login)}`"
 
 
 def _config() -> list[str]:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import re
 import shlex
 import sys
 import tarfile
@@ -15,6 +16,7 @@ from cluster.login.connection import NoConnectionError, ssh
 from cluster.login.mirror import MIRROR, Mirror, mirror_of, refresh
 from cluster.record import ConfigError, write_atomic
 from cluster.render import check_submittable
+from cluster.scheduler import Slurm
 from cluster.site import Site, There
 from cluster.state import JobError
 
@@ -76,16 +78,33 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
     return Job.attach(run_dir)
 
 
-def refuse_lacking(site: Site, paths: list[str]) -> None:
-    """Raises ConfigError unless all paths are absolute and exist on the other side, which alone reads them.
+def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
+    """Raises ConfigError unless all paths are absolute and exist there, and its Python can import a module in a job.
 
     So it does, and asks nothing there, if the site file is still to be filled in.
     """
     check_submittable(site)
     if relative := [path for path in paths if not path.startswith("/")]:
         raise ConfigError(f"recipe.data: {relative[0]!r} is read on {site.login}. Give its absolute path there.")
-    if lacking := _mirror(site, "").ask(do="lacking", paths=paths)["lacking"]:
+    mirror = _mirror(site, "")
+    if lacking := mirror.ask(do="lacking", paths=paths)["lacking"]:
         raise ConfigError(f"recipe.data: {lacking[0]!r} is not on {site.login}. Build or copy the data there first.")
+    words = _look_for(module, mirror.python, site.slurm or Slurm())
+    if f"lacks {module}".encode() in ssh(mirror.login, f"exec bash -lc {shlex.quote(words)}"):
+        raise ConfigError(
+            f"there.python: {mirror.python} on {mirror.login} has no {module}, so the job would fail at its start. "
+            f"Give the Python of an environment that has it."
+        )
+
+
+def _look_for(module: str, python: str, slurm: Slurm) -> str:
+    """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the site may bring one."""
+    own = slurm.broadcast and slurm.broadcast.archive
+    if own or re.search(r"PYTHONPATH|PYTHONHOME|activate|\bsource |['; ]\. ", repr(slurm)):
+        return "exit"
+    loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
+    code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
+    return "\n".join([*loads, shlex.join([python, "-c", code])])
 
 
 def _translated(job: JobSpec, mirror: Mirror) -> JobSpec:

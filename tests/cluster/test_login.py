@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import venv
 import zlib
 from pathlib import Path
 
@@ -148,23 +150,59 @@ def test_refusals_leave_nothing(behind, tmp_path):
         cluster.submit(job_spec(tmp_path / "laptop" / "taken"), behind)
     assert not (tmp_path / "laptop").exists()
     with pytest.raises(ConfigError, match="'data/demo' is read on frontier"):
-        refuse_lacking(behind, ["data/demo"])
+        refuse_lacking(behind, ["data/demo"], "torch")
     with pytest.raises(ConfigError, match="is not on frontier"):
-        refuse_lacking(behind, [f"{tmp_path}/nowhere"])
+        refuse_lacking(behind, [f"{tmp_path}/nowhere"], "torch")
     there = behind.there.replace(python="/no/python")
     with pytest.raises(JobError, match="frontier: exit code 12[67].*no/python"):
         cluster.submit(job_spec(tmp_path / "laptop" / "run"), behind.replace(there=there))
     assert not (tmp_path / "laptop").exists()
 
 
+def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
+    """As a fresh environment has none; where the site's own lines may bring it, only the job can tell."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    data, here = tmp_path / "there" / "data", tmp_path / "laptop" / "run"
+    data.mkdir(parents=True)
+    bare = behind.replace(there=behind.there.replace(python=str(tmp_path / "bare" / "bin" / "python")))
+    asked = {"spec": kit.ModelSpec.preset("demo"), "plan": kit.Plan(global_batch_size=2, micro_batch_size=1)}
+    with pytest.raises(ConfigError, match=r"there.python: .*/bare/bin/python on frontier has no torch"):
+        kit.launch(here, **asked, recipe=kit.Recipe(data=str(data), num_steps=5, learning_rate=1e-3), site=bare)
+    assert not here.exists() and [path.name for path in data.parent.iterdir()] == ["data"], "nothing was submitted"
+    refuse_lacking(behind, [str(data)], "torch")
+    for own in ({"environment": {"PYTHONPATH": "/opt/torch"}}, {"setup": ("source env.sh",)}, {"modules": ("torch",)}):
+        refuse_lacking(bare.replace(slurm=bare.slurm.replace(**own)), [str(data)], "torch")
+
+
+def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
+    there, here, _ = pair
+    strange = mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(tmp_path / "never"))
+    with pytest.raises(JobError, match="/never is no run directory there"):
+        strange.ask(do="asked")
+    (there / "job.json").unlink()
+    with pytest.raises(JobError, match="is not there any more; what was copied before is kept"):
+        mirror.fetch(here)
+
+
+def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    hosts = f"Host closed\n HostName 127.0.0.1\n Port {port}\nHost unknown\n HostName nowhere.invalid\n"
+    (tmp_path / "config").write_text(hosts)
+    monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
+    for name, first in (("closed", "Connection refused.*Port in"), ("unknown", "resolve hostname.*HostName in")):
+        with pytest.raises(NoConnectionError, match=f"{first} ~/.ssh/config. Open one: "):
+            connection.ssh(name, "true")
+
+
 def test_source_travels_once(behind, tmp_path, monkeypatch):
     site = behind.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
-    refuse_lacking(site, [str(tmp_path)])
+    refuse_lacking(site, [str(tmp_path)], "torch")
     (folder,) = (tmp_path / "there" / "source").iterdir()
     assert (folder / "cluster" / "login" / "answer.py").exists() and (folder / "kit" / "train.py").exists()
     assert source_archive() == source_archive()
     before = folder.stat().st_ctime_ns
-    refuse_lacking(site, [str(tmp_path)])
+    refuse_lacking(site, [str(tmp_path)], "torch")
     assert folder.stat().st_ctime_ns == before and len(list(folder.parent.iterdir())) == 1
 
 
