@@ -1,6 +1,7 @@
 """Commands on what runs have recorded: runs, explain, goodput, export, sink, alarm, import."""
 
 import contextlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,20 +88,24 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
 
     found = ledger(Run.open(run))
     rows = [row for row in found.rows() if row["seconds"]]
-    known = {"USD": found.price_per_node_hour, "kWh": found.watts}
-    costs = [name for name, of in known.items() if of is not None]
+    costs = [name for name in ("USD", "kWh") if all(row[name.lower()] is not None for row in rows)]
     names = ["part", "time", "share", "device-hours", *costs, "what it is"]
-    parts = Table(*names, right=names[1:-1], title=f"{found.goodput:.1%} of the time of {found.run}'s devices counts")
+    title = f"{found.goodput:.1%} of the device-hours of {found.run} count; shares are of all time, waiting too"
+    parts = Table(*names, right=names[1:-1], title=title)
     for row in rows:
         cost = [f"{row[name.lower()]:,.2f}" for name in costs]
         hours = f"{row['device_hours']:,.3g}"
         parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
-    attempts = Table("attempt", "devices", "time", "in steps that count", "end", right=["devices", "time"])
+    attempts = Table("attempt", "devices", "time", "of its device-hours count", "end", right=["devices", "time"])
     for share in found.attempts:
-        total = sum(share.seconds.values())
-        counts = f"{share.seconds['productive'] / total:.1%}" if total else ""
-        attempts.add(str(share.attempt), f"{share.devices:,}", duration(total), counts, share.end)
-    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, "", attempts)
+        counts = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
+        attempts.add(str(share.attempt), f"{share.devices:,}", duration(sum(share.seconds.values())), counts, share.end)
+    idle = (
+        [f"{duration(found.idle_s)} between attempts, in which none was wanted, are in no part."]
+        if found.idle_s
+        else []
+    )
+    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, *idle, "", attempts)
 
 
 @app.command()
@@ -192,12 +197,15 @@ def import_(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it."""
+    """Make a run directory from another trainer's log, so that status, watch, figure and runs work on it.
+
+    Time stamps that name no zone are read as UTC, or in the one of `--set import.zone=Europe/Berlin`.
+    """
     from kit.convert.hugging_face_config import load_spec
     from kit.foreign.importers import import_log
 
     spec = None if model is None else load_spec(model)
-    changes = parse_settings(settings)
+    changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     place = Site.load(site)
     report = import_log(log, out, format=format, pattern=pattern, site=place, spec=spec, changes=changes, follow=follow)
     skipped = f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
