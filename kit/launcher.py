@@ -84,13 +84,7 @@ def launch(
         run.asked()  # whatever of it cannot be read is found now
         if site.login is None:
             run.checkpoints.check_space(spec)
-        there = site.login is not None  # of which a mirror knows the checkpoints' names
-        newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
-        if newest is not None and newest >= recipe.num_steps:
-            advice = Run.open(directory).how_to_go_on(plan, recipe.num_steps)
-            raise RunError(
-                f"{directory} has finished its {newest} steps, and {recipe.num_steps} were asked for. {advice}"
-            )
+        refuse_done(run, plan, recipe.num_steps)
         job_spec(run, time_limit_s)  # which refuses what no machine can hold
         if measured is not None:
             run.site = measured(site, plan.precision)
@@ -117,6 +111,7 @@ def resume(
         As `launch`.
     """
     run = Run.open(directory)
+    refuse_done(run, plan or run.plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     recipe = run.recipe.replace(**{name: steps for name, steps in lengths.items() if steps is not None})
     plan, site = plan or run.plan, run.site
@@ -187,6 +182,22 @@ def _alone(directory: Path) -> Iterator[None]:
         if (directory / "state.json").exists():
             refuse_live(directory)
         yield
+
+
+def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
+    """Raises unless a run that is asked for so many steps has some left to do; the error says how to go on, on a plan.
+
+    Raises:
+        JobError: a job is live in its directory.
+        RunError: it has been at that step. CheckpointError: it has checkpoints, but none is whole.
+    """
+    if (run.directory / "state.json").exists():
+        refuse_live(run.directory)
+    there = run.site.login is not None  # of which a mirror knows the checkpoints' names
+    newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
+    if newest is not None and newest >= num_steps:
+        advice = Run.open(run.directory).how_to_go_on(plan, num_steps)
+        raise RunError(f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for. {advice}")
 
 
 def _newest_whole(checkpoints: Checkpoints) -> int | None:

@@ -84,6 +84,8 @@ def launch(
         asked = dataclasses.replace(asked, plan=asked.plan.replace(**asked.unsaid))
         if asked.plan.recompute == "selective" and asked.plan.engine == "native" and not asked.plan.compile:
             PlainConsole(stderr=True, soft_wrap=True).print(Text(SELECTIVE))
+    if begun and not show:
+        launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
     time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
     if show:
         is_own = site is not None and site.endswith(".toml")

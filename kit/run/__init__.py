@@ -78,7 +78,7 @@ class Run:
         """Returns what the run was asked for, as texts by the name of their file; spec.json is the last to be there.
 
         Raises:
-            RunError: the hook's file cannot be read, and there is no copy of it from an earlier launch.
+            RunError: the hook's file cannot be read, and there is no copy of this file from an earlier launch.
         """
         records: dict[str, Record] = {"plan": self.plan, "recipe": self.recipe, "site": self.site, "spec": self.spec}
         texts = {f"{name}.json": record.to_json() for name, record in records.items()}
@@ -86,7 +86,8 @@ class Run:
             try:
                 return {HOOK: Path(hook).read_text(encoding="utf-8"), **texts}
             except (OSError, UnicodeDecodeError) as error:
-                if not (self.is_mirror or (self.directory / HOOK).exists()):
+                has_copy = self.is_mirror or (self.directory / HOOK).exists()
+                if not has_copy or Recipe.read(self.directory / "recipe.json").hook != hook:
                     raise RunError(f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file.") from error
         return texts
 

@@ -32,7 +32,7 @@ from kit.foreign.importers import import_log
 from kit.measure import gemm
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run import Run
+from kit.run import HOOK, Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
 from tests.cluster.eks import eks
@@ -97,14 +97,9 @@ def again(run: Run, **changes: Any) -> Callable[[], Run]:
     return lambda: kit.launch(**given)
 
 
-def with_cores(site: Site) -> Site:
-    """Returns a site of Trainium with devices on which a plan of engine native trains, and other sites as they are."""
-    return site if site.device.trainium is None else site.replace(device=Site.load("laptop").device)
-
-
 def cluster_site(base: str, **changes: Any) -> Site:
-    """Returns a packaged Slurm site of one device a node, filled in as a user would; Trainium's with CPU cores."""
-    site = with_cores(Site.load(base))
+    """Returns a packaged Slurm site of one device a node, filled in as a user would."""
+    site = Site.load(base)
     assert site.slurm is not None
     return site.replace(devices_per_node=1, slurm=site.slurm.replace(account="me", partition="batch", **changes))
 
@@ -156,14 +151,37 @@ def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_
     kit_command(*shlex.split(advised[1].replace(" N ", " 40 ")))
     launch("--steps", "40", *two)
     for run in started:
-        assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=20) and run.plan == PLAN.replace(
-            tensor_parallel=2
-        )
+        assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=STEPS)
+        assert run.plan == PLAN.replace(tensor_parallel=2)
         assert (run.spec, run.site) == (finished.spec, finished.site)
     assert len(started) == 2
     with pytest.raises(RunError, match=r"spec.num_layers = 4, not 3; recipe.beta1 = 0.9, not 0.5") as raised:
         launch("--set", "spec.num_layers=3", "--set", "recipe.beta1=0.5", "--steps", "40", *two)
     assert f"`kit resume {finished.directory} --steps 40 --set plan.tensor_parallel=2`" in str(raised.value)
+
+
+def test_fewer_steps_than_a_run_has_done_are_told_as_such(finished: Run, tmp_path: Path) -> None:
+    """And not as a warm-up too long, which nobody has given."""
+    finished.recipe.replace(warmup_steps=15).write(finished.directory / "recipe.json")
+    for command in ("launch", "resume"):
+        words = (command, str(finished.directory), "--steps", "10")
+        message = "has finished its 20 steps, and 10 were asked for. Go on with it: `kit resume "
+        refused(RunError, message, tmp_path, lambda words=words: kit_command(*words))
+
+
+def test_only_the_hook_that_a_run_has_may_be_gone(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Run] = []
+    monkeypatch.setattr(launcher, "submit", lambda run, limit_s: started.append(run))
+    finished.recipe.replace(hook=str(tmp_path / "gone.py")).write(finished.directory / "recipe.json")
+    (finished.directory / HOOK).write_text("def on_step(state): return {}")
+    words = ("launch", str(finished.directory), "--steps", "40")
+    wrong = str(tmp_path / "mistyped.py")
+    refused(RunError, f"{wrong!r} cannot be read", tmp_path, lambda: kit_command(*words, "--hook", wrong))
+    assert not started
+    kit_command(*words)
+    assert len(started) == 1
 
 
 def test_nothing_is_measured_before_the_last_refusal(
@@ -206,8 +224,8 @@ def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypa
         (ConfigError, "do not fill whole nodes", {"site": Site.load("frontier"), "plan": nine}),
         (ConfigError, "has no [slurm] table", {"site": Site.load("dgx-h100").replace(devices_per_node=1)}),
         (ConfigError, "still 'EDIT'", {"site": Site.load("frontier").replace(devices_per_node=1)}),
-        (ConfigError, "still 'EDIT'", {"site": with_cores(Site.load("eks-trn1")).replace(devices_per_node=1)}),
-        (ConfigError, "is not below", {"site": with_cores(eks()).replace(devices_per_node=1)}),
+        (ConfigError, "still 'EDIT'", {"site": Site.load("eks-trn1").replace(devices_per_node=1)}),
+        (ConfigError, "is not below", {"site": eks().replace(devices_per_node=1)}),
     ]
     for error, message, changes in cases:
         refused(error, message, tmp_path, again(finished, **changes))
@@ -216,7 +234,7 @@ def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypa
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "kubernetes.client", None)
-        site = with_cores(eks("/")).replace(devices_per_node=1)
+        site = eks("/").replace(devices_per_node=1)
         refused(JobError, "pip install kubernetes", tmp_path, again(finished, site=site))
     if not find_spec("neuronx_distributed"):
         refused(MissingPackageError, "neuronx", tmp_path, again(finished, plan=PLAN.replace(engine="neuron")))
