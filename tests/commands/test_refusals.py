@@ -151,8 +151,9 @@ def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_
     kit_command(*shlex.split(advised[1].replace(" N ", " 40 ")))
     launch("--steps", "40", *two)
     for run in started:
-        assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=STEPS)
-        assert run.plan == PLAN.replace(tensor_parallel=2)
+        assert run.recipe == finished.recipe.replace(num_steps=40, decay_steps=20) and run.plan == PLAN.replace(
+            tensor_parallel=2
+        )
         assert (run.spec, run.site) == (finished.spec, finished.site)
     assert len(started) == 2
     with pytest.raises(RunError, match=r"spec.num_layers = 4, not 3; recipe.beta1 = 0.9, not 0.5") as raised:
