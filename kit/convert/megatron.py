@@ -24,6 +24,7 @@ from kit.convert.formats import named
 from kit.convert.neuron import load_tensors
 from kit.convert.weights import Weights
 from kit.errors import DataError
+from kit.run.checkpoint_reader import Values
 from kit.spec import ModelSpec
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -188,6 +189,7 @@ def _parts(layer: Layer, name: str) -> list[Tensor]:
 
 DAMAGE = (OSError, ValueError, TypeError, AttributeError, EOFError, LookupError, zipfile.BadZipFile, pickle.PickleError)
 """What reading a file that is cut short or is not what it says can raise."""
+LARGEST_FACTS_BYTES = 16 << 20
 ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
 ARGUMENTS = {
     "num_layers": "num_layers",
@@ -221,28 +223,21 @@ def _check_arguments(folder: Path, spec: ModelSpec) -> None:
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it cannot be read."""
+    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it cannot be read.
+
+    Raises:
+        DataError: unpacked they would be larger than `LARGEST_FACTS_BYTES`.
+    """
     try:
         with zipfile.ZipFile(file) as archive:
-            [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            found = _Facts(io.BytesIO(archive.read(name))).load()
+            [facts] = [member for member in archive.infolist() if member.filename.endswith("/data.pkl")]
+            fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
+            found = Values(io.BytesIO(archive.read(facts))).load() if fits else None
     except DAMAGE:
         return {}
+    if not fits:
+        raise DataError(
+            f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most {LARGEST_FACTS_BYTES:,} are "
+            f"read. Megatron's arguments take a few thousand: move the file away to import without it."
+        )
     return found if isinstance(found, dict) else {}
-
-
-class _Facts(pickle.Unpickler):
-    """Makes every class and function of a pickle an empty one, so that nothing in it runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return argparse.Namespace if (module, name) == ("argparse", "Namespace") else _Nothing
-
-    def persistent_load(self, pid: Any) -> None:
-        return None
-
-
-class _Nothing(dict):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None: ...

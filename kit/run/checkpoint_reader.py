@@ -6,35 +6,65 @@ refused before it runs; objects that are no tensors are refused with it. Tensors
 once their bytes were held to the CRC-32 that torch saves with them and does not look at.
 """
 
+import argparse
 import gc
 import io
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from cluster.record import check_file_name
 from kit.errors import DamagedCheckpointError
 
 METADATA = "torch.distributed.checkpoint.metadata"
-ALLOWED = {
-    (METADATA, "Metadata"),
-    (METADATA, "TensorStorageMetadata"),
+UNUSED = {
     (METADATA, "TensorProperties"),
-    (METADATA, "ChunkStorageMetadata"),
-    (METADATA, "MetadataIndex"),
     (METADATA, "StorageMeta"),
     (METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
     ("pathlib", "PosixPath"),
 }
-"""What torch 2.11 to 2.14 write; all of them only hold values."""
+"""What torch 2.11 to 2.14 write besides `KEPT`, and no reader asks for."""
+
+
+class Values(pickle.Unpickler):
+    """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but those in `kept`.
+
+    An object of any other is empty. Each is made of a subclass of this load's own, which cannot be changed: a pickle
+    may set attributes of what it names, and a class is shared by the whole process.
+    """
+
+    kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
+
+    def find_class(self, module: str, name: str) -> Any:
+        base = self.kept.get((module, name), _Nothing)
+        return _Unchanging(base.__name__, (base,), {})
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+class _Unchanging(type):
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"it would change {cls.__name__}.{name}")
+
+
+class _Nothing(dict):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None: ...
 
 
 class TensorsOnlyReader(FileSystemReader):
@@ -56,12 +86,13 @@ class TensorsOnlyReader(FileSystemReader):
         """
         gc.disable()  # it would look for cycles among a million small objects, for 7 times as long as making them takes
         try:
-            metadata = _TensorsOnlyUnpickler(io.BytesIO(self.description)).load()
+            metadata = _Description(io.BytesIO(self.description)).load()
+        except Exception as error:  # a stranger's bytes may lead to any
+            raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
             gc.enable()
         _check(metadata)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
@@ -81,23 +112,46 @@ class TensorsOnlyReader(FileSystemReader):
         return found
 
 
-class _TensorsOnlyUnpickler(pickle.Unpickler):
+class _Index(MetadataIndex):
+    """Equal to torch's own of the same tensor, by which a reader looks for it."""
+
+    __hash__ = MetadataIndex.__hash__
+
+    def __eq__(self, other: Any) -> bool:
+        return (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+class _Description(Values):
+    kept: ClassVar = {
+        (METADATA, "Metadata"): Metadata,
+        (METADATA, "MetadataIndex"): _Index,
+        (METADATA, "TensorStorageMetadata"): TensorStorageMetadata,
+        (METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    }
+
     def find_class(self, module: str, name: str) -> Any:
-        module = module.replace("pathlib._local", "pathlib")  # so Python 3.13 calls it, and no other
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in ALLOWED:
+        asked = (module.replace("pathlib._local", "pathlib"), name)  # so Python 3.13 calls it, and no other
+        if asked == ("torch", "Size"):
+            return torch.Size  # which nobody can change
+        if (
+            module != "torch" and asked not in UNUSED and asked not in self.kept
+        ):  # of torch, dtypes, which none asks for
             raise pickle.UnpicklingError(
-                f"its .metadata asks for {module}.{name}, which no description of tensors needs; nothing was run"
+                f"it asks for {module}.{name}, which no description of tensors needs; nothing was run"
             )
-        return super().find_class(module, name)
+        return super().find_class(*asked)
 
 
 def _check(metadata: Any) -> None:
     """Raises UnpicklingError for a description of something else, ConfigError for one of files in other folders."""
-    tensors = isinstance(metadata, Metadata) and all(
-        isinstance(value, TensorStorageMetadata) for value in metadata.state_dict_metadata.values()
-    )
-    if not tensors:
+    tables = isinstance(metadata, Metadata) and (metadata.state_dict_metadata, metadata.storage_data)
+    if not (
+        tables
+        and all(type(table) is dict for table in tables)
+        and all(isinstance(value, TensorStorageMetadata) for value in tables[0].values())
+        and all(isinstance(place, _StorageInfo) and type(place.relative_path) is str for place in tables[1].values())
+    ):
         raise pickle.UnpicklingError("its .metadata describes something else than tensors")
     for place in metadata.storage_data.values():
-        check_file_name(str(place.relative_path), "its .metadata")
+        check_file_name(place.relative_path, "its .metadata")

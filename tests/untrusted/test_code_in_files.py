@@ -7,11 +7,13 @@ import pickle
 import re
 import warnings
 import zipfile
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from cluster.record import ConfigError
 from cluster.site import Site
@@ -31,7 +33,7 @@ from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
-from tests.untrusted.hostile import Payload
+from tests.untrusted.hostile import Payload, Reduced
 
 SPEC = ModelSpec.llama(
     name="tiny", num_layers=1, hidden_size=16, num_heads=2, ffn_hidden_size=32, vocab_size=64, sequence_length=8
@@ -75,6 +77,12 @@ def seal(run: Run) -> None:
     Manifest(step=5, attempt=1, samples=1, tokens=1, seed=1, time=1.0, spec=run.spec, plan=run.plan, files=files).write(
         folder / "manifest.json"
     )
+
+
+def changing(kind: type, attribute: str, value: str) -> bytes:
+    """Returns a pickle of a class itself, on which it sets an attribute."""
+    words = (f"c{kind.__module__}\n{kind.__name__}\n", "(N}", f"V{attribute}\n", f"V{value}\n", "stb.")
+    return b"\x80\x02" + "".join(words).encode()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -132,6 +140,25 @@ class TestOwnCheckpoints:
         with pytest.raises(CheckpointError, match="plain name of a file in the same folder"):
             load_model(run)
 
+    @pytest.mark.parametrize("kind", [PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo])
+    def test_no_class_of_this_process_is_changed(self, run: Run, canary: Path, kind: type) -> None:
+        """A pickle sets attributes of whatever it has made or named, and a class that is changed so stays it."""
+        before = dict(vars(kind))
+        (run.checkpoints.path(5) / METADATA).write_bytes(changing(kind, "name", "../../x"))
+        seal(run)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            load_model(run)
+        assert dict(vars(kind)) == before
+
+    def test_a_path_that_says_another_name_than_it_opens_is_refused(self, run: Run, canary: Path) -> None:
+        metadata = pickle.loads((run.checkpoints.path(5) / METADATA).read_bytes())
+        place = next(iter(metadata.storage_data.values()))
+        place.relative_path = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
+        (run.checkpoints.path(5) / METADATA).write_bytes(pickle.dumps(metadata))
+        seal(run)
+        with pytest.raises(CheckpointError, match="describes something else than tensors"):
+            load_model(run)
+
     @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
     def test_a_manifest_names_files_of_its_own_folder_only(self, run: Run, canary: Path, name: str) -> None:
         file = run.checkpoints.path(5) / "manifest.json"
@@ -159,6 +186,21 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
     (nxd / "dp_rank_00_tp_rank_00_pp_rank_00.pt").write_bytes(pickle.dumps(Payload(canary)))
     with pytest.raises(DataError, match="cannot be read as tensors"):
         import_nxd(nxd, SPEC).decoder()
+
+
+def test_megatrons_arguments_change_no_class_and_have_a_limit(tmp_path: Path, canary: Path) -> None:
+    """The arguments are a pickle in a zip archive; 70 bytes of one, 64 KB of the other would do."""
+    folder = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
+    with zipfile.ZipFile(folder / "mp_rank_00_model_states.pt", "w") as archive:
+        archive.writestr("x/data.pkl", changing(argparse.Namespace, "num_layers", "7"))
+    with pytest.warns(UserWarning, match="no readable mp_rank_00_model_states.pt"):
+        import_megatron_deepspeed(folder, SPEC)
+    assert not hasattr(argparse.Namespace, "num_layers")
+    with zipfile.ZipFile(folder / "mp_rank_00_model_states.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", bytes(64 << 20))
+    assert (folder / "mp_rank_00_model_states.pt").stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"unpacks to 67,108,864 bytes; at most 16,777,216 are read"):
+        import_megatron_deepspeed(folder, SPEC)
 
 
 def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
