@@ -20,7 +20,7 @@ from typing import Self
 from cluster import poll
 from cluster.login import mirror
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
-from cluster.scheduler import SECRET_VALUE, SECRET_WORDS
+from cluster.scheduler import SECRET_VALUE, looks_secret
 from cluster.state import (
     Event,
     JobError,
@@ -92,7 +92,7 @@ class JobSpec(Record):
                 raise ConfigError(f"job.environment.{key}: the launcher sets it for each rank. Leave it out.")
             if not key or "=" in key:
                 raise ConfigError(f"job.environment: {key!r} is not a name of a variable. Leave out '='.")
-            if SECRET_WORDS & set(key.upper().split("_")) or SECRET_VALUE.search(self.environment[key]):
+            if looks_secret(key, self.environment[key]):
                 raise ConfigError(
                     f"job.environment.{key}: looks like a secret, and whoever reads the run directory could read it. "
                     f"Leave it out and export {key} where you submit from: the job inherits it."

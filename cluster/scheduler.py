@@ -15,7 +15,11 @@ from cluster.record import ConfigError, Record, field_doc
 EDIT = "EDIT"
 """Stands in a site file where only the user knows the value, such as the account."""
 
-SECRET_WORDS = {"APIKEY", "CREDENTIAL", "CREDENTIALS", "KEY", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET", "TOKEN"}
+SECRET_WORDS = "KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
+SECRET_NAME = re.compile(
+    rf"(^|_)({SECRET_WORDS})_|({SECRET_WORDS})=|(?<=\w)(?<!OLD)PWD=|(^|_)(PASS|PAT|AUTH|TOKENS)=(?!\d+$)"
+)
+"""In NAME=value, words in capitals and apart: GITHUB_PAT, AWSSECRETACCESSKEY; neither KEYBOARD nor MAX_TOKENS=9."""
 SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|sk-[\w-]{30,}|"
     r"xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16})\b|://[^/@:\s]+:[^/@\s]+@"
@@ -23,8 +27,15 @@ SECRET_VALUE = re.compile(
 """Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS); a URL's password."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+\[\],=&|*-]*")
+ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
+"""In a line of shell; not of what a command or another variable gives, which stands elsewhere."""
 OPTION = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*([=][A-Za-z0-9_./:@+\[\],=&|*-]+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SET_BY_THE_KIT = (
+    "array chdir container error export export-file get-user-env gid input job-name no-requeue nodes ntasks "
+    "ntasks-per-node open-mode output requeue signal uid wrap"
+).split()
+"""Options of sbatch that the script has, or that would make another job of it: who and what runs, where it writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +76,7 @@ class Compilation(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_lines(self.command, "compilation.command")
         check_environment({self.variable: ""}, "compilation.variable")
         check_path(self.shared_cache, "compilation.shared_cache")
         check_path(self.node_cache, "compilation.node_cache")
@@ -110,7 +122,15 @@ class Slurm(Record):
         check_words(self.modules, "slurm.modules")
         check_words(self.network_interfaces, "slurm.network_interfaces")
         check_options(self.sbatch_options, "slurm.sbatch_options")
+        for option in self.sbatch_options:  # sbatch takes the first letters of a name for the whole
+            if option[1] != "-" or any(name.startswith(option[2:].split("=")[0]) for name in SET_BY_THE_KIT):
+                raise ConfigError(
+                    f"slurm.sbatch_options: {option!r} is not allowed: the kit sets it itself, or its name is not "
+                    f"written out. Leave it out, or give '--name' or '--name=value'."
+                )
         check_options(self.srun_options, "slurm.srun_options")
+        for name in ("sbatch_options", "srun_options", "setup", "task_setup"):
+            check_lines(getattr(self, name), f"slurm.{name}")
         check_positive(self, "cpus_per_task", "gpus_per_task", "max_nodes", "stop_before_end_s", "master_port")
         for name in ("environment", "environment_one_node", "environment_several_nodes"):
             check_environment(getattr(self, name), f"slurm.{name}")
@@ -167,6 +187,7 @@ class Kubernetes(Record):
             if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", value):
                 raise ConfigError(f"kubernetes.{name}: {value!r} is not allowed. Small letters, digits and '-'.")
         check_positive(self, "max_restarts", "master_port", "stop_before_end_s")
+        check_lines(self.setup, "kubernetes.setup")
         check_environment(self.environment, "kubernetes.environment")
         for name, variables in self.profiles.items():
             check_environment(variables, f"kubernetes.profiles.{name}")
@@ -180,11 +201,28 @@ def check_environment(variables: dict[str, str], path: str) -> None:
     for name, value in variables.items():
         if not VARIABLE.fullmatch(name):
             raise ConfigError(f"{path}: {name!r} cannot be exported. Use letters, digits and '_', not a digit first.")
-        if SECRET_WORDS & set(name.upper().split("_")) or SECRET_VALUE.search(value):
+        if looks_secret(name, value):
             raise ConfigError(
                 f"{path}.{name}: looks like a secret, and everyone who may read the run directory could read it there. "
                 f"Leave it out. On Slurm, export {name} in the shell or notebook that submits: the job inherits it. "
                 f"On Kubernetes, name a Secret under [kubernetes.secrets]."
+            )
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Returns whether a variable sounds like a secret by its name, or its value has the shape of one."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper()
+    return bool(SECRET_NAME.search(f"{words}={value}") or SECRET_VALUE.search(value))
+
+
+def check_lines(lines: tuple[str, ...], path: str) -> None:
+    """Raises ConfigError for a line of shell that holds what looks like a secret; the message does not repeat it."""
+    for number, line in enumerate(lines):
+        if SECRET_VALUE.search(line) or any(looks_secret(*found) for found in ASSIGNMENT.findall(line)):
+            raise ConfigError(
+                f"{path}[{number}]: holds what looks like a secret, and everyone who may read the run directory could "
+                f"read it there. Export it in the shell or notebook that submits, or let the line read it from a file "
+                f"of yours: NAME=$(cat ~/FILE)."
             )
 
 

@@ -432,13 +432,21 @@ def test_names_that_no_shell_exports_are_refused(bench, name):
         scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "password", "DB_PASSWD"])
+@pytest.mark.parametrize(
+    "name",
+    "HF_TOKEN HF_TOKENS HF_TOKEN_FILE WANDB_API_KEY WANDBKEY wandbApiKey AWS_SECRET_ACCESS_KEY AWSSECRETACCESSKEY "
+    "password DB_PASSWD DB_PASS dbPass PASS DB_PWD GITHUB_PAT HTTP_AUTH AUTH SECRETS".split(),
+)
 def test_secrets_are_never_written(bench, name):
     with pytest.raises(ConfigError, match=f"{name}: looks like a secret.*[Ll]eave it out"):
         scripts(small_job(bench, environment={name: "hunter2"}), Site.load("perlmutter"))
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MONKEY_BARS", "SECRETARY"])
+@pytest.mark.parametrize(
+    "name",
+    "TOKENIZERS_PARALLELISM MAX_TOKENS MONKEY_BARS KEYBOARD SECRETARY LD_LIBRARY_PATH PYTHONPATH OLDPWD AUTHOR "
+    "SSH_AUTH_SOCK XAUTHORITY CUDA_COMPAT_PATH CUDA_COMPAT COMPASS BYPASS NCCL_DEBUG".split(),
+)
 def test_names_that_only_resemble_secrets_are_written(bench, name):
     assert (
         f"export {name}=1" in scripts(small_job(bench, environment={name: "1"}), Site.load("perlmutter"))["submit.sh"]

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.render import scripts
-from cluster.scheduler import Slurm
+from cluster.scheduler import Compilation, Kubernetes, Slurm
 from cluster.site import Fact, Site
 from cluster.slurm.queries import client_environment
 from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
@@ -88,6 +89,35 @@ def test_a_secret_under_a_harmless_name_is_not_written(tmp_path: Path, value: st
         JobSpec(**given, argv=("true", f"--login={value}"))
     with pytest.raises(ConfigError, match="looks like a secret"):
         Slurm(environment={"PROXY": value})
+    for site in LINES:
+        with pytest.raises(ConfigError, match="looks like a secret") as told:
+            site(f"curl -x {value} https://example.org")
+        assert value not in str(told.value)
+
+
+LINES = (
+    lambda line: Slurm(setup=("true", line)),
+    lambda line: Slurm(task_setup=(line,)),
+    lambda line: Kubernetes(image="i", claim="c", mount_path="/m", resources={}, setup=(line,)),
+    lambda line: Compilation(command=(line,), variable="X", shared_cache="/a", node_cache="/b"),
+)
+"""Each place of a site file that is shell, and is written into a run directory as it stands."""
+
+
+@pytest.mark.parametrize("site", LINES)
+def test_a_secret_is_found_in_a_line_of_shell(site: Callable) -> None:
+    for line in ("export WANDB_API_KEY=aaaa", "module load x; DB_PWD='x' run", 'GITHUB_PAT="abc" git fetch'):
+        with pytest.raises(ConfigError, match=r"\[\d\]: holds what looks like a secret"):
+            site(line)
+    for line in (
+        "export HF_TOKEN=$(cat ~/.token)",
+        'export HF_TOKEN="$MINE"',
+        '[ -n "$HF_TOKEN" ] || exit 1',
+        "unset KEY; KEY= run",
+        "sort --key=2",
+        "export MAX_TOKENS=4096 PATH=/opt/bin:$PATH PYTHONPATH=/x",
+    ):
+        site(line)
 
 
 def test_secrets_of_the_environment_stay_out_of_the_run_directory(
