@@ -18,7 +18,8 @@ from kit.evaluate import heldout
 from kit.evaluate.answer_bits import answer_bits
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT, TaskRequest
 from kit.evaluate.report import Metric, TaskScore
-from kit.evaluate.resolver import DataSource, local_first, swapped
+from kit.evaluate.resolver import DataSource, local_first
+from kit.evaluate.task_folder import swapped
 from kit.evaluate.task_index import quiet, task_manager, tasks_of
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError, kit_command
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.task_data import default_mirror, read_manifest
-from kit.evaluate.task_folder import read_folder, read_snapshot
+from kit.evaluate.task_folder import read_folder, read_snapshot, swapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,17 +77,6 @@ def _with_pool(rows: Any, splits: list[str], told: str) -> Any:
     for split in (*splits, "train"):
         rows.setdefault(split, next(iter(rows.values())).select([]))
     return rows
-
-
-@contextlib.contextmanager
-def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, `owner.name` is `value`."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _source(origin: Any, place: Path, file: Path) -> DataSource:

@@ -1,5 +1,6 @@
 """Data sets of tasks in a folder of the user, in the forms that they are handed about in."""
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -23,16 +24,30 @@ def read_folder(
     `datasets`, into memory; `options` are what a task gives it, for a copy.
 
     Raises:
-        DataError: a file is damaged.
+        DataError: a file is damaged, or a card or a link leads out of the folder.
     """
     import datasets
+    from datasets import data_files
     from datasets.exceptions import DatasetGenerationError
+    from datasets.features.features import require_decoding
 
+    def below(pattern: str, *where: Any, **more: Any) -> list[str]:
+        found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)
+        if outside := [file for file in found if "://" in file or not Path(file).resolve().is_relative_to(root)]:
+            raise DataError(
+                f"{folder / path}: asks for {outside[0]}; only what is below {folder} is read. Copy it there."
+            )
+        return found
+
+    root, resolve = folder.resolve(), data_files.resolve_pattern
     for words, files in _forms(folder, path, name, scored):
         with tempfile.TemporaryDirectory() as cache:  # for as long as it takes to read
             try:
                 own = options if files is None else {"data_files": files}
-                builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
+                with swapped(data_files, "resolve_pattern", below):  # all names go through it
+                    builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
+            except DataError:
+                raise
             except (
                 ValueError,
                 FileNotFoundError,
@@ -44,8 +59,21 @@ def read_folder(
                 builder.download_and_prepare()
             except (DatasetGenerationError, ValueError) as error:
                 raise DataError(f"{path}: one of {found} is damaged: {error.__cause__ or error}") from error
+            if require_decoding(dict(builder.info.features or {})):
+                raise DataError(f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give texts.")
             return builder.as_dataset(in_memory=True), [Path(file) for split in found.values() for file in split]
     return None
+
+
+@contextlib.contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within the context, `owner.name` is `value`."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, list[Path]] | None:
@@ -57,7 +85,8 @@ def read_snapshot(path: str, name: str | None, **options: Any) -> tuple[Any, lis
         copy = snapshot_download(path, repo_type="dataset", local_files_only=True)
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return read_folder(Path(copy), ".", name, None, **options)
+    whole = Path(copy).parents[1]  # a copy consists of links to files beside it
+    return read_folder(whole, str(Path(copy).relative_to(whole)), name, None, **options)
 
 
 def _forms(

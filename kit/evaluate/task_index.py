@@ -11,7 +11,7 @@ from typing import Any
 
 from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.benchmarks import BENCHMARKS, HELDOUT
-from kit.evaluate.resolver import swapped
+from kit.evaluate.task_folder import swapped
 
 
 def require_harness() -> None:

@@ -6,6 +6,7 @@ github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are the hub's, its ite
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,47 @@ def test_files_may_lie_as_the_project_of_the_data_set_hands_them_out(task_data, 
         load_task("blimp_adjunct_island", mirror=mirror, task_data=own)
 
 
+@pytest.mark.parametrize(
+    "place", ["http://127.0.0.1:{port}/x.jsonl", "{outside}", "../../../out/x.jsonl", "link.jsonl"]
+)
+def test_a_card_leads_nowhere_but_into_the_folder(task_data, tmp_path, mirror, place):
+    write_jsonl(tmp_path / "out" / "x.jsonl", SCIQ)
+    copy = task_data / "allenai" / "sciq"
+    (copy / "link.jsonl").symlink_to(tmp_path / "out" / "x.jsonl")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        path = place.format(port=server.getsockname()[1], outside=tmp_path / "out" / "x.jsonl")
+        card = f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: {path}\n---\n"
+        (copy / "README.md").write_text(card)
+        with pytest.raises(DataError, match=r"sciq: asks for .*; only what is below .* is read"):
+            load_task("sciq", mirror=mirror, task_data=task_data)
+        with pytest.raises(BlockingIOError):
+            server.accept()  # nobody has called
+
+
+def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(task_data, mirror):
+    """A picture is a path or an address, which is opened when its row is asked for."""
+    copy = task_data / "allenai" / "sciq"
+    write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
+    columns = "".join(
+        f"  - name: {name}\n    dtype: {'image' if name == 'question' else 'string'}\n" for name in SCIQ[0]
+    )
+    facts = f"dataset_info:\n  features:\n{columns}"
+    (copy / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: test.jsonl\n{facts}---\n")
+    with pytest.raises(DataError, match="sciq: holds pictures or sound"):
+        load_task("sciq", mirror=mirror, task_data=task_data)
+
+
 def test_a_copy_in_the_cache_of_the_hub_is_enough(task_data, mirror, empty_hub_cache, no_network):
     """As `hf download --repo-type dataset` leaves it."""
     snapshot = empty_hub_cache / "datasets--allenai--sciq" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     (task_data / "allenai" / "sciq").rename(snapshot)
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir()
+    for file in snapshot.rglob("*.parquet"):  # each is a link there
+        file.rename(blobs / file.name)
+        file.symlink_to(blobs / file.name)
     refs = snapshot.parents[1] / "refs" / "main"
     refs.parent.mkdir()
     refs.write_text("0" * 40)
