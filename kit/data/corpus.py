@@ -11,12 +11,9 @@ from typing import Self
 
 from cluster.record import Record, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
-from kit.data.readers import FORMATS, TABLES, TEXT_KEY, file_format, read_texts
+from kit.data.readers import FORMATS, LARGEST_DOCUMENT_BYTES, TABLES, TEXT_KEY, file_format, read_texts, too_large
 from kit.data.wheels import file_sha256
 from kit.errors import DataError
-
-LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of text."""
 
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
 """In a path within a data set's folder: `train/data-00000-of-00001.arrow`, `data/test-00000-of-00002.parquet`."""
@@ -107,8 +104,7 @@ class Documents:
         except UnicodeEncodeError as error:
             return self._report(name, f"not text: half a surrogate pair at character {error.start}", len(text))
         if (size := document.num_bytes) > LARGEST_DOCUMENT_BYTES:
-            reason = f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
-            return self._report(name, reason, size)
+            return self._report(name, too_large(size), size)
         return document
 
     def _report(self, place: str, reason: str, num_bytes: int = 0) -> None:
@@ -164,7 +160,8 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
     """Returns the files of local sources: a file is itself, a folder all files of a known format below it.
 
     Raises:
-        DataError: a source is missing, of an unknown format, or a folder without such files; or there is no source.
+        DataError: a source is missing, of an unknown format, or a folder without such files, or with links to others;
+            or there is no source.
     """
     paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     if not paths:
@@ -175,6 +172,7 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
             found = sorted(file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file())
             seen = _without_splits([file for file in found if not _hidden(file, path)], path)
             files = [(file, file.relative_to(path.parent).as_posix()) for file in seen]
+            _check_links(seen, path.resolve())
             if not files:
                 raise DataError(f"{path}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}.")
         elif not path.exists():
@@ -185,6 +183,17 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
             files = [(path, path.name)]
         groups.append((path.name, files))
     return groups
+
+
+def _check_links(files: list[Path], folder: Path) -> None:
+    """Raises DataError for a link out of a folder, which may be a stranger's, but into the hub's cache of its files."""
+    for file in files:
+        allowed = (folder, folder.parent.parent / "blobs")
+        if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in allowed):
+            raise DataError(
+                f"{file}: a link to {file.resolve()}, which is not in this folder. Remove the link; if that file is "
+                f"meant, give it as a source of its own."
+            )
 
 
 def _without_splits(files: list[Path], root: Path) -> list[Path]:

@@ -17,6 +17,10 @@ from kit.errors import DataError
 Report = Callable[..., None]
 Texts = Iterator[tuple[str, str]]
 
+LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
+"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of text."""
+LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
+"""With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a line of any size."""
 TEXT_KEY = "text"
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
@@ -37,9 +41,16 @@ def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) 
     if reader is None:
         raise DataError(f"{name}: cannot read this format. {suggestion(file_format(file), FORMATS)}")
     try:
+        if file_format(file) not in {**LINES, **TABLES} and (size := file.stat().st_size) > LARGEST_DOCUMENT_BYTES:
+            return report(name, too_large(size), size)
         yield from reader(file, name, report, text_key)
     except OSError as error:
         report(name, f"cannot be read ({error.strerror or error})")
+
+
+def too_large(size: int) -> str:
+    """Returns why a document of so many bytes is not read."""
+    return f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
 
 
 def file_format(file: Path) -> str:
@@ -79,7 +90,7 @@ def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
     number = 0
     with io.BufferedReader(_Unpacked(file), READ_BYTES) as stream:
         try:
-            for line in stream:
+            for line in _lines(stream, name, report):
                 number += 1
                 yield from _line(line, f"{name}:{number}", report, text_key)
         except OSError as error:
@@ -136,6 +147,22 @@ class _Unpacked(io.RawIOBase):
         while left:
             left -= len(stream.read(min(left, READ_BYTES)))
         return stream
+
+
+def _lines(stream: io.BufferedReader, name: str, report: Report) -> Iterator[bytes]:
+    """Yields the lines of a stream; for one that is longer than any document can be, which is reported, nothing."""
+    number = 0
+    while line := stream.readline(LARGEST_LINE_BYTES):
+        number += 1
+        if len(line) == LARGEST_LINE_BYTES:
+            report(
+                f"{name}:{number}",
+                f"a line of {LARGEST_LINE_BYTES:,} bytes or more, longer than any document. Split it",
+            )
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(READ_BYTES)
+            line = b"\n"
+        yield line
 
 
 def _parquet(file: Path, name: str, report: Report, text_key: str) -> Texts:

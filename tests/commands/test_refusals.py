@@ -97,9 +97,14 @@ def again(run: Run, **changes: Any) -> Callable[[], Run]:
     return lambda: kit.launch(**given)
 
 
+def with_cores(site: Site) -> Site:
+    """Returns a site of Trainium with devices on which a plan of engine native trains, and other sites as they are."""
+    return site if site.device.trainium is None else site.replace(device=Site.load("laptop").device)
+
+
 def cluster_site(base: str, **changes: Any) -> Site:
-    """Returns a packaged Slurm site of one device a node, filled in as a user would."""
-    site = Site.load(base)
+    """Returns a packaged Slurm site of one device a node, filled in as a user would; Trainium's with CPU cores."""
+    site = with_cores(Site.load(base))
     assert site.slurm is not None
     return site.replace(devices_per_node=1, slurm=site.slurm.replace(account="me", partition="batch", **changes))
 
@@ -225,8 +230,8 @@ def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypa
         (ConfigError, "do not fill whole nodes", {"site": Site.load("frontier"), "plan": nine}),
         (ConfigError, "has no [slurm] table", {"site": Site.load("dgx-h100").replace(devices_per_node=1)}),
         (ConfigError, "still 'EDIT'", {"site": Site.load("frontier").replace(devices_per_node=1)}),
-        (ConfigError, "still 'EDIT'", {"site": Site.load("eks-trn1").replace(devices_per_node=1)}),
-        (ConfigError, "is not below", {"site": eks().replace(devices_per_node=1)}),
+        (ConfigError, "still 'EDIT'", {"site": with_cores(Site.load("eks-trn1")).replace(devices_per_node=1)}),
+        (ConfigError, "is not below", {"site": with_cores(eks()).replace(devices_per_node=1)}),
     ]
     for error, message, changes in cases:
         refused(error, message, tmp_path, again(finished, **changes))
@@ -235,7 +240,7 @@ def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypa
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "kubernetes.client", None)
-        site = eks("/").replace(devices_per_node=1)
+        site = with_cores(eks("/")).replace(devices_per_node=1)
         refused(JobError, "pip install kubernetes", tmp_path, again(finished, site=site))
     if not find_spec("neuronx_distributed"):
         refused(MissingPackageError, "neuronx", tmp_path, again(finished, plan=PLAN.replace(engine="neuron")))

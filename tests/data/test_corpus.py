@@ -3,6 +3,7 @@
 import gzip
 import json
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -10,8 +11,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from kit.data.corpus import LARGEST_DOCUMENT_BYTES, Corpus
+from kit.data import readers
+from kit.data.corpus import Corpus
 from kit.data.installed import EVALUATION_PACKAGES, installed_files
+from kit.data.readers import LARGEST_DOCUMENT_BYTES
 from kit.errors import DataError
 
 
@@ -172,6 +175,41 @@ def test_an_enormous_document_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x" * (LARGEST_DOCUMENT_BYTES + 1))
     with pytest.raises(DataError, match=r"a\.txt: one document of 16,777,217 bytes; .* Split it"):
         list(Corpus(tmp_path))
+
+
+def test_no_file_and_no_line_is_larger_than_memory(tmp_path, monkeypatch):
+    """Of a terabyte that takes no place on the disk, and of a line that is 1,000 times smaller as it is packed."""
+    with (tmp_path / "a.txt").open("wb") as sparse:
+        sparse.truncate(1 << 40)
+    with pytest.raises(DataError, match=r"a\.txt: one document of 1,099,511,627,776 bytes; .* Split it"):
+        list(Corpus(tmp_path))
+    monkeypatch.setattr(readers, "LARGEST_LINE_BYTES", 3 << 20)
+    row, bomb = b'{"text": "%s"}\n', b"[" * (64 << 20) + b"\n"
+    file = tmp_path / "b.jsonl.gz"
+    file.write_bytes(gzip.compress(row % b"one" + bomb + row % b"two" + b"\n" + b'{"text"', 1))
+    tracemalloc.start()
+    corpus = Corpus(file, skip_corrupt=True)
+    assert [document.name for document in corpus] == ["b.jsonl.gz:1", "b.jsonl.gz:3"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+    assert [line.split(":")[1] for line in corpus.skipped] == ["2", "5"]
+    assert corpus.skipped[0].endswith("a line of 3,145,728 bytes or more, longer than any document. Split it")
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
+    """A stranger's folder may have one to a key of its reader; the hub's cache has them to its own files beside."""
+    (tmp_path / "secret").write_text("key")
+    folder = tmp_path / "hub" / "snapshots" / "1f2e"
+    folder.mkdir(parents=True)
+    (tmp_path / "hub" / "blobs").mkdir()
+    (tmp_path / "hub" / "blobs" / "0a").write_text("text")
+    (folder / "a.txt").symlink_to("../../blobs/0a")
+    assert [document.text for document in Corpus(folder)] == ["text"]
+    (folder / "b.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, match=r"b\.txt: a link to .*secret, which is not in this folder"):
+        Corpus(folder)
+    assert [document.text for document in Corpus(folder / "b.txt")] == ["key"], "named by its reader, it is meant"
 
 
 def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
