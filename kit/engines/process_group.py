@@ -5,6 +5,7 @@ import ctypes
 import datetime
 import os
 import resource
+import socket
 import sys
 from typing import Any, NoReturn
 
@@ -38,13 +39,29 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
         # A launcher that shows each rank one device only has a single index 0.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device, **local_store(timeout))
     else:
         device = torch.device("cpu")
         keep_freed_memory()
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **local_store(timeout))
     connect(dist.group.WORLD, "world", timeout)
     return device
+
+
+def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Returns where ranks of one machine meet, for `init_process_group`; nothing where torch has to find it.
+
+    Torch's own store listens to all networks, and believes whoever comes.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent has it
+        return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listening = socket.create_server((address, port), backlog=world).detach() if rank == 0 else None
+    store: Any = dist.TCPStore(  # type: ignore[reportPrivateImportUsage]
+        address, port, world, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening
+    )
+    return {"store": store, "rank": rank, "world_size": world}
 
 
 def _has_gpu(site: Site | None) -> bool:

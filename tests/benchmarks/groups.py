@@ -62,23 +62,23 @@ def join_fully() -> None:
     """Joins as torch does by default."""
     _count()
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **process_group.local_store(datetime.timedelta(minutes=5)))
     SEEN["reads_to_join"] = SEEN["store"].reads
 
 
 def _count() -> None:
-    rendezvous = c10d.rendezvous
+    local_store = process_group.local_store
 
-    def counted(*args: Any, **kwargs: Any):
-        for store, rank, size in rendezvous(*args, **kwargs):
-            SEEN["store"] = CountingStore(store)
-            yield SEEN["store"], rank, size
+    def counted(*args: Any) -> dict[str, Any]:
+        found = local_store(*args)
+        SEEN["store"] = CountingStore(found["store"])
+        return {**found, "store": SEEN["store"]}
 
     def first(*args: Any) -> None:
         SEEN.setdefault("reads_to_join", SEEN["store"].reads)
         connect(*args)
 
-    c10d.rendezvous, process_group.connect = counted, first
+    process_group.local_store, process_group.connect = counted, first
     SEEN.update(descriptors=_descriptors(), cpu=time.process_time())
 
 

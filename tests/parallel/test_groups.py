@@ -3,6 +3,7 @@
 import datetime
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,17 @@ def test_ranks_join_without_a_full_mesh() -> None:
     assert max(rank["descriptors"] for rank in seen[1:]) < 32, "fewer than one for each other rank, with two groups"
     assert seen[0]["descriptors"] < 32 + 40, "rank 0 has the store, to which all come"
     assert {rank["reads_to_join"] for rank in seen} == {0} and max(rank["reads"] for rank in seen) < 32
+
+
+def listening() -> list[str]:
+    """Returns the addresses at which somebody waits for connections to the ranks' port, as the kernel writes them."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{int(os.environ['MASTER_PORT']):04X}")]
+
+
+def test_the_store_of_ranks_of_one_machine_listens_to_no_network() -> None:
+    [(found,)] = run_ranks(2, listening)[:1]
+    assert found.startswith("0100007F:"), "127.0.0.1"
 
 
 def leave_or_join(rank: int, port: int, queue: Any) -> None:
