@@ -74,7 +74,7 @@ def _words(login: str, command: str) -> list[str]:
 
 def open_command(login: str) -> str:
     """Returns the command by which a user opens the connection, and types what has to be typed."""
-    return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), login])
+    return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), "--", login])
 
 
 def _advice(login: str, said: str = "") -> str:

@@ -73,7 +73,7 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: "s ago: no connection to frontier" in job.status().reason), job.status()
     status = job.status()
     assert status.state is JobState.RUNNING and "ssh" in status.reason and "-fN" in status.reason
-    with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN frontier`"):
+    with pytest.raises(NoConnectionError, match="Open one: `ssh -F .* -fN -- frontier`"):
         job.stop()
     login_node.on()
     assert eventually(lambda: (job.status().step or 0) > step and "no connection" not in job.status().reason)
@@ -342,5 +342,7 @@ def test_site_file_is_checked():
 def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
+    told = connection.open_command("-oProxyCommand=touch x")
+    assert told.endswith(" -- '-oProxyCommand=touch x'"), "a name that begins like an option is none"
     told = connection.open_command("frontier")
     assert told.startswith(f"ssh -F {tmp_path}/config -fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'")

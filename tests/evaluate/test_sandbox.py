@@ -144,7 +144,12 @@ def test_forks_are_refused(isolated):
 
 
 def test_privileges_cannot_be_had_back(isolated):
-    for call in ("mount(b'none', b'/work', b'tmpfs', 0, None)", "unshare(0x00020000)", "chroot(b'/')"):
+    for call in (
+        "mount(b'none', b'/work', b'tmpfs', 0, None)",
+        "unshare(0x00020000)",
+        "unshare(0x10000000)",
+        "chroot(b'/')",
+    ):
         program = f"import ctypes\nc = ctypes.CDLL(None)\nassert c.{call} == 0"
         assert not isolated.run(program).passed, call
 
