@@ -168,9 +168,15 @@ class Checkpoints:
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps."""
-        old = self.steps()[:-keep_last]
-        gone = [step for step in old if not (keep_every and step % keep_every == 0)]
+        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted steps.
+
+        What makes those count is on the disk before, so that a loss of power leaves one; torch flushes its own files.
+        """
+        steps = self.steps()
+        kept = [self.path(step) for step in steps[-keep_last:]]
+        for place in (*(folder / MANIFEST for folder in kept), *kept, self.directory):
+            _flush(place)
+        gone = [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
         for step in gone:
             # Out of the namespace first: a half-deleted folder must not look complete.
             doomed = self.path(step).with_suffix(".deleting")
@@ -203,6 +209,18 @@ class Checkpoints:
                 f"{self.directory}: no space left for a checkpoint: {needed / 1e6:,.1f} MB needed, "
                 f"{free / 1e6:,.1f} MB free. Free space, or use another run directory."
             )
+
+
+def _flush(place: Path) -> None:
+    """Returns once the disk has a file's content, or the names in a folder, as far as its file system can."""
+    handle = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some flush no folders
+            raise
+    finally:
+        os.close(handle)
 
 
 def _damaged(what: str, path: Path) -> DamagedCheckpointError:

@@ -116,9 +116,9 @@ class CheckpointWriter:
         if final.exists():
             final.rename(replaced)  # the newer attempt's is whole already, so nothing is lost in between
         partial.rename(final)
+        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
         if replaced.exists():
             shutil.rmtree(replaced)
-        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
 class SteadyPlanner(DefaultSavePlanner):
