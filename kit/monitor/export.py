@@ -63,7 +63,9 @@ def export(run: Run, file: Path, *, format: str, every_attempt: bool = False, ov
     table = export_table(run, every_attempt=every_attempt)
     with replacement(file) as stream:
         if format == "csv":
-            csv.write_csv(table, stream)
+            # Spreadsheets run a cell that begins so. Texts are JSON, in quotes; a name comes from the run as it is.
+            names = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in table.column_names]
+            csv.write_csv(table.rename_columns(names), stream)
         else:
             parquet.write_table(table, stream, compression="zstd")
     return table.num_rows

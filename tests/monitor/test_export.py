@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from csv import reader
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,8 @@ from pyarrow import csv, parquet
 from kit.errors import ConfigError, RunError
 from kit.monitor.export import export, export_table
 from kit.run import Run
+
+NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
@@ -44,6 +48,19 @@ def test_every_attempt_keeps_repeated_steps_and_unknown_columns(run: Run, tmp_pa
         "1": 1,
         "2": 1,
     }
+
+
+def test_no_cell_of_a_csv_is_a_formula(run: Run, tmp_path: Path) -> None:
+    """A spreadsheet computes a cell that begins with = + - or @ and is no number; HYPERLINK and DDE reach out of it."""
+    names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
+    row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5} | {name: name for name in names} | {"big": -(2**70)}
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+    export(run, tmp_path / "table.csv", format="csv")
+    with (tmp_path / "table.csv").open(newline="") as stream:
+        cells = [cell for line in reader(stream) for cell in line]
+    assert "'=HYPERLINK(1)" in cells and "plain" in cells and "-2.5" in cells
+    assert not [cell for cell in cells if cell[:1] in "=+-@\t\r" and cell and not NUMBER.fullmatch(cell)]
 
 
 def test_nothing_is_overwritten_unasked(run: Run, tmp_path: Path) -> None:
