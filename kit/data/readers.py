@@ -149,7 +149,7 @@ class _Unpacked(io.RawIOBase):
         return stream
 
 
-def _lines(stream: io.BufferedReader, name: str, report: Report) -> Iterator[bytes]:
+def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[bytes]:
     """Yields the lines of a stream; for one that is longer than any document can be, which is reported, nothing."""
     number = 0
     while line := stream.readline(LARGEST_LINE_BYTES):
