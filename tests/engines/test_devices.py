@@ -66,7 +66,7 @@ def test_more_local_ranks_than_gpus_compute_on_the_cpu_and_say_so(machine, capsy
     machine(gpus, ranks)
     site = on_device(LAPTOP, _plan(ranks))
     assert _has_gpu(site) is site.device.is_gpu is has
-    assert ("2 ranks, 1 GPU(s)" in capsys.readouterr().out) is (0 < gpus < ranks)
+    assert ("2 ranks, 1 GPU here" in capsys.readouterr().out) is (0 < gpus < ranks)
 
 
 def test_a_device_that_is_asked_for_is_the_one_that_is_judged(machine, capsys):

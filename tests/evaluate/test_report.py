@@ -132,7 +132,7 @@ def test_a_partial_score_does_not_replace_a_complete_one(tmp_path):
 def test_a_file_that_is_no_report_is_not_overwritten(tmp_path):
     file = tmp_path / "step_00000100.json"
     file.write_text("{}\n")
-    with pytest.raises(ConfigError, match="name: missing"):
+    with pytest.raises(ConfigError, match="name, evalreport.tokenizer_sha256: missing"):
         report(score()).write_merged(file)
     assert file.read_text() == "{}\n"
 

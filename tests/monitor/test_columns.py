@@ -232,4 +232,4 @@ def test_empty_columns_give_an_empty_window(tmp_path: Path) -> None:
     curves = Curves(Columns(tmp_path / "absent").read_all(), lambda attempt: (1.0, 1.0))
     curves.update()
     x, values = curves.window(("loss", "mfu"), axis="time", width=10, start=None, end=None, log=True)
-    assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 21
+    assert x.shape == (0,) and values.shape == (6, 0) and len(NAMES) == 22
