@@ -180,7 +180,7 @@ def _tell_data(asked: Asked, recipe: Recipe) -> None:
     from kit.data import Dataset, located, rounded_weights
 
     sources = launcher.check_data(asked.spec, asked.plan, recipe)
-    told = [f"Reads {epochs:.3g} epochs of {name}" for name, epochs in sources]
+    told = [f"Reads {epochs:.3g} {'epoch' if epochs == 1 else 'epochs'} of {name}" for name, epochs in sources]
     for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
         told.append(f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536.")
     there = Dataset.open(located(recipe).data).held_out_sequences(asked.spec.sequence_length)

@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 import numpy as np
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
+from cluster.record import ConfigError, Record, counted, field_doc, suggestion, write_atomic
 from cluster.site import Site
 from cluster.state import JobState, log_path, update_state
 from kit.errors import DataError, RunError
@@ -231,15 +231,15 @@ def check_speed(rows: list[dict[str, Any]], logged: list[LoggedStep], asked: Des
     most = ceiling.value if ceiling else peak
     if most is not None and typical * hardware > most:
         raise ConfigError(
-            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of {plan.num_devices} devices is more than the "
-            f"{most / 1e12:.1f} that a matrix product reaches on {site.device.name}: the steps cannot have run "
+            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of {counted(plan.num_devices, 'device')} is more than "
+            f"the {most / 1e12:.1f} that a matrix product reaches on {site.device.name}: the steps cannot have run "
             f"{plan.global_batch_size} sequences each. Look up the engine's micro-batch and give the sequences really "
             f"run, --set plan.global_batch_size=..., or correct the layout, the model or the site."
         )
     notes = []
     impossible = 0 if peak is None else sum(_drop_time(row, plan, hardware, peak) for row in rows)
     if impossible:
-        notes.append(f"{impossible} steps look faster than the peak; they are kept without their time")
+        notes.append(f"{counted(impossible, 'step')} faster than the peak, kept without a time")
     printed = [step.printed_flops_per_s for step in logged if step.printed_flops_per_s]
     if printed:
         notes.append(

@@ -7,6 +7,7 @@ BENCHMARKS.md compares the counts with small real jobs; what was never run is sa
 import dataclasses
 from typing import Any
 
+from cluster.record import counted
 from cluster.site import Site
 from kit.engines import check_site
 from kit.plan import Plan
@@ -45,7 +46,7 @@ class Rehearsal:
         verdict = f"does not fit: {', '.join(above)}" if above else "every count is under its limit"
         if unknown:
             verdict += f"; {unknown} without a known limit"
-        return f"{self.spec.name} on {self.plan.num_devices:,} devices of {self.site.name}: {verdict}"
+        return f"{self.spec.name} on {counted(self.plan.num_devices, 'device')} of {self.site.name}: {verdict}"
 
     @property
     def never_run(self) -> list[str]:

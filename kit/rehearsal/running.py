@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from cluster.heartbeats import COLLECT_EVERY_S
+from cluster.record import counted
 from cluster.render import STORM_NODES, reads_shared_disk
 from cluster.slurm.beat import BEAT_EVERY_S
 from kit.estimate.theory.out_of_memory import RESERVE
@@ -35,7 +36,7 @@ def plan(job: Job) -> list[Count]:
     days = job.recipe.num_steps * step_s / 86_400
     tokens = job.recipe.num_steps * job.plan.global_batch_size * job.spec.sequence_length
     limit = job.site.slurm.max_seconds(job.num_nodes) if job.site.slurm else None
-    jobs = f", {math.ceil(days * 86_400 / limit):,} jobs one after the other" if limit else ""
+    jobs = f", {counted(math.ceil(days * 86_400 / limit), 'job')} one after the other" if limit else ""
     most = job.site.slurm.max_nodes if job.site.slurm else None
     return [
         Count(stage="plan", what="nodes", value=job.num_nodes, limit=most, limit_source="site.slurm.max_nodes"),
