@@ -232,8 +232,8 @@ def check_speed(rows: list[dict[str, Any]], logged: list[LoggedStep], asked: Des
     if most is not None and typical * hardware > most:
         raise ConfigError(
             f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of {counted(plan.num_devices, 'device')} is more "
-            f"than the {most / 1e12:.1f} that a matrix product reaches on {site.device.name}: the steps cannot "
-            f"have run {plan.global_batch_size} sequences each. Look up the engine's micro-batch and give the sequences "
+            f"than the {most / 1e12:.1f} that a matrix product reaches on {site.device.name}: the steps cannot have "
+            f"run {plan.global_batch_size} sequences each. Look up the engine's micro-batch and give the sequences "
             f"really run, --set plan.global_batch_size=..., or correct the layout, the model or the site."
         )
     notes = []
