@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from cluster.files import write_atomic
 from cluster.process import Process
 from cluster.progress import is_told_to_stop
-from cluster.record import kit_command, write_atomic
+from cluster.record import kit_command
 from cluster.state import (
     JobError,
     JobState,

@@ -15,7 +15,8 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.record import Record, field_doc, write_atomic
+from cluster.files import read_small, write_atomic
+from cluster.record import Record, field_doc
 from cluster.state import parsed, read_record
 
 MANY = 64
@@ -71,7 +72,7 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
     """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is absent."""
     folder, beats = run_dir / "ranks", list[RankHeartbeat]()
     with contextlib.suppress(OSError):
-        lines = (folder / "all.jsonl").read_bytes().splitlines()
+        lines = read_small(folder / "all.jsonl").splitlines()
         beats = [beat for line in lines if (beat := parsed(RankHeartbeat, line)) and beat.attempt == attempt]
     if not beats:  # each has its own
         own = (read_record(RankHeartbeat, file) for file in folder.glob("rank_*.json"))

@@ -6,10 +6,8 @@ process may attach to any job, and the job does not notice when they go. Standar
 
 import contextlib
 import dataclasses
-import errno
 import html
 import os
-import pwd
 import shutil
 import signal
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from cluster import poll
+from cluster.files import opened
 from cluster.login import mirror
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
 from cluster.scheduler import SECRET_VALUE, looks_secret
@@ -34,6 +33,7 @@ from cluster.state import (
     last_attempt,
     read_history,
     read_state,
+    refuse_other_owner,
     write_end,
 )
 from cluster.status import JobStatus as JobStatus
@@ -161,7 +161,8 @@ class Job:
             JobError: no such rank or attempt.
         """
         try:
-            return self._log(rank, attempt).read_text(encoding="utf-8", errors="replace")
+            with opened(self._log(rank, attempt), follows=True) as stream:
+                return stream.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
 
@@ -172,7 +173,7 @@ class Job:
         while True:
             status = self.status()  # before reading, so that what was printed before the end is not missed
             if file.exists():
-                with file.open("rb") as stream:
+                with opened(file, follows=True) as stream:
                     stream.seek(position)
                     while chunk := stream.read(CHUNK_BYTES):  # a log may be larger than memory
                         *lines, line = (line + chunk).split(b"\n")
@@ -214,8 +215,10 @@ class Job:
         """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's grace time.
 
         Raises:
-            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses.
+            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses; or the process or the
+                scheduler's job that the directory names is not this run's.
         """
+        refuse_other_owner(self.run_dir, "end it")
         if mirror.forward(self.run_dir, "cancel"):
             return
         state = read_state(self.run_dir)
@@ -227,23 +230,17 @@ class Job:
             raise JobError(
                 f"{self.run_dir}: no way to it from here: {why_unknown(state)}. `kit stop` without --now asks."
             )
+        elif state.process.is_alive and not state.process.names(self.run_dir):
+            raise JobError(f"{self.run_dir}: process {state.process.pid} is alive, and none of this run. It goes on.")
         else:
-            try:
-                state.process.send_signal(signal.SIGTERM)
-            except PermissionError as error:
-                raise JobError(f"{self.run_dir}: {_not_ours(self.run_dir, 'end')}") from error
+            state.process.send_signal(signal.SIGTERM)
 
     def _ask(self, request: Request) -> None:
+        refuse_other_owner(self.run_dir, f"ask for a {request}")
         if mirror.forward(self.run_dir, request):
             return
-        if self.status().state.is_final:
-            return
-        try:
+        if not self.status().state.is_final:
             ask(self.run_dir, request)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            raise JobError(f"{self.run_dir}: {_not_ours(self.run_dir, f'ask for a {request}')}") from error
 
     def requeue(self, timeout_s: float = 60.0) -> None:
         """Starts the next attempt: of an ended job at once, of a running one after ending it as `cancel` does.
@@ -252,6 +249,7 @@ class Job:
             ConfigError: the job cannot be started again; nothing was ended.
             JobError: the running attempt does not end, or the scheduler refuses.
         """
+        refuse_other_owner(self.run_dir, "start it again")
         if mirror.forward(self.run_dir, "requeue"):
             return
         state = read_state(self.run_dir)
@@ -270,7 +268,7 @@ class Job:
 
     def _cancel_scheduled(self, state: RunState, job: SchedulerJob) -> None:
         waiting = self.status().state in (JobState.QUEUED, JobState.REQUEUED)
-        poll.backend(job.scheduler).cancel(job)
+        poll.backend(job.scheduler).cancel(job, self.run_dir)
         poll.POLLER.forget(job)
         if waiting:  # no process of the job is there to say so, and the scheduler forgets
             reason = "cancelled while it waited"
@@ -296,13 +294,3 @@ class Job:
         rows = [("state", f"{status.state}: {status.reason}"), ("attempt", status.attempt), ("step", status.step)]
         table = html_table(f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows])
         return f"{table}<code>{html.escape(str(self.run_dir))}</code>"
-
-
-def _not_ours(run_dir: Path, what: str) -> str:
-    """Returns why a job cannot be reached by this user, and who can."""
-    owner = run_dir.stat().st_uid
-    try:
-        name = pwd.getpwuid(owner).pw_name
-    except KeyError:
-        name = f"user {owner}"
-    return f"you may not {what}: the run belongs to {name}. Ask {name}, or do it as {name}."

@@ -6,8 +6,9 @@ import os
 import signal
 from pathlib import Path
 
+from cluster.files import opened, write_atomic
 from cluster.home import Home
-from cluster.record import cut, write_atomic
+from cluster.record import cut
 from cluster.state import JobError, find_log, log_path, write_end
 
 USELESS_TO_RETRY = os.EX_CONFIG
@@ -48,7 +49,7 @@ def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node
     own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
     if not said.name.startswith("node_"):
         return
-    with contextlib.suppress(OSError), said.open("rb") as stream:
+    with contextlib.suppress(OSError), opened(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
         lines = (line.partition(b": ") for line in stream.read().splitlines())
         write_atomic(
@@ -78,7 +79,7 @@ def say(text: str) -> None:
 def log_tail(file: Path) -> str:
     """Returns the last lines of a log."""
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
             text = stream.read().decode(errors="replace")
     except OSError:

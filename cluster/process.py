@@ -43,6 +43,14 @@ class Process(Record):
         stat = _stat(self.pid)
         return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
 
+    def names(self, folder: Path) -> bool:
+        """Returns whether its command line names a folder, as that of a supervisor names its run directory."""
+        try:
+            words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return any(os.path.realpath(word) == os.fsencode(folder.resolve()) for word in words if word.startswith(b"/"))
+
     def send_signal(self, signal_number: int) -> bool:
         """Sends a signal to this process and no other; returns whether it was alive.
 

@@ -5,7 +5,6 @@ checks every key and every value against the annotations, and an error names the
 Standard library only.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import enum
@@ -16,12 +15,15 @@ import os
 import shlex
 import types
 import typing
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
+
+from cluster.files import read_small, write_atomic
 
 LARGEST_FLOAT = 2**1023
 """Whole numbers below it can be written as a float."""
+BITS = 63
+"""Of a whole number in a record: no count needs more, and NumPy takes no more."""
 
 
 class ConfigError(ValueError):
@@ -124,10 +126,11 @@ class Record:
         """Returns the record stored in a JSON file.
 
         Raises:
-            ConfigError: the file is missing or does not describe this record.
+            ConfigError: the file is missing, is no plain file, or does not describe this record.
+            OSError: it cannot be read.
         """
         try:
-            text = Path(file).read_text(encoding="utf-8")
+            text = read_small(Path(file)).decode()
         except FileNotFoundError as error:
             raise ConfigError(f"{file}: no such file; expected a {cls.__name__} as JSON.") from error
         except UnicodeDecodeError as error:
@@ -197,30 +200,6 @@ def html_table(title: str, rows: typing.Iterable[tuple[Any, Any]]) -> str:
     return f"<table><thead><tr><th colspan=2>{html.escape(title)}</th></tr></thead><tbody>{body}</tbody></table>"
 
 
-def write_atomic(file: Path, content: str | bytes) -> None:
-    """Replaces what a file holds in one step, as `replacement` does, by what is in memory."""
-    with replacement(file) as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
-
-
-@contextlib.contextmanager
-def replacement(file: Path) -> Iterator[BinaryIO]:
-    """Yields a stream whose content replaces that of a file in one step at the end of the block, if nothing fails.
-
-    A reader sees the old or the new content, never a part of it; who may read it is the umask's choice, as for any
-    file. The file's folder is made, but not those above: a run directory that was deleted must not come back as a stub.
-    """
-    file.parent.mkdir(exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
-    try:
-        with part.open("xb") as stream:  # not by `tempfile`, whose files are their owner's alone
-            yield stream
-        part.replace(file)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
@@ -233,7 +212,7 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
     """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
-    if type(value) in _as_they_are(hint):
+    if type(value) in _as_they_are(hint) and not (type(value) is int and abs(value) >> BITS):
         return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -263,9 +242,11 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_FLOAT:
         return float(value)
+    is_large = hint is int and isinstance(value, int) and abs(value) >> BITS
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool) == isinstance(value, bool):
-        return value
-    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+        if not is_large:
+            return value
+    expected = f"int below 2^{BITS}" if is_large else hint.__name__ if isinstance(hint, type) else str(hint)
     raise ConfigError(f"{path}: expected {expected}, got {type(value).__name__} {_shown(value)}.")
 
 

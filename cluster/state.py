@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from cluster.files import appending, other_owner, read_small
 from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc
 
@@ -183,15 +184,14 @@ def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -
         time=time.time(), attempt=state.attempt, state=state.state, reason=state.reason, step=state.step,
         job_id=state.scheduler_job.id if state.scheduler_job else None, lost_node=lost_node,
     )  # fmt: skip
-    line = json.dumps(event.to_dict()) + "\n"
-    with open(run_dir / "history.jsonl", "ab") as stream:  # one write, so that lines of two writers never mix
-        stream.write(line.encode())
+    with appending(run_dir / "history.jsonl") as stream:  # one write, so that lines of two writers never mix
+        stream.write(f"{json.dumps(event.to_dict())}\n".encode())
 
 
 def read_history(run_dir: Path) -> list[Event]:
     """Returns all changes of state, oldest first; a torn line is left out."""
     try:
-        lines = (run_dir / "history.jsonl").read_bytes().splitlines()
+        lines = read_small(run_dir / "history.jsonl").splitlines()
     except OSError:
         return []
     return [event for event in (parsed(Event, line) for line in lines) if event]
@@ -282,7 +282,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     The lock falls with its process. After LOCK_WAIT_S, or where the file system has no locks, the work is done without
     it: each file is still replaced as a whole, and a frozen process must not hold up a training run.
     """
-    with open(run_dir / ".state.lock", "a") as stream:
+    with appending(run_dir / ".state.lock") as stream:
         deadline = time.monotonic() + LOCK_WAIT_S
         while time.monotonic() < deadline:
             try:
@@ -293,6 +293,12 @@ def locked(run_dir: Path) -> Iterator[None]:
             except OSError:
                 break
         yield
+
+
+def refuse_other_owner(run_dir: Path, what: str) -> None:
+    """Raises JobError if a run directory is somebody else's: then it is only read, whatever its modes allow."""
+    if owner := other_owner(run_dir):
+        raise JobError(f"{run_dir}: you may not {what}: the run belongs to {owner}. Ask {owner}, or do it as {owner}.")
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:
@@ -309,7 +315,7 @@ def refuse_stale(run_dir: Path, attempt: int) -> None:
 def read_record(record: type[RecordType], file: Path) -> RecordType | None:
     """Returns the record that a file holds, as `parsed`, or None."""
     try:
-        return parsed(record, file.read_bytes())
+        return parsed(record, read_small(file))
     except OSError:
         return None
 

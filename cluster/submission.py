@@ -4,11 +4,13 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from cluster.attempts import Files
 from cluster.job import Job, JobSpec
 from cluster.poll import backend
 from cluster.site import Site
+from cluster.state import refuse_other_owner
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
@@ -18,9 +20,11 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
     Raises:
         ConfigError: the job cannot run there.
-        JobError: a job is live in this run directory, or the scheduler refuses, with its words.
+        JobError: a job is live in this run directory, or it is somebody else's, or the scheduler refuses, with its
+            words.
         In each case the run directory is as it was before.
     """
+    refuse_other_owner(Path(job.run_dir), "start a job in it")
     with uninterrupted():
         if site.login:
             return backend("login.submit").submit(job, site, files)

@@ -14,6 +14,7 @@ from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
+from cluster.state import refuse_other_owner
 from kit.engines import check_engine, check_site
 from kit.engines.configuration import FILES as ENGINE_FILES
 from kit.engines.configuration import configuration_files
@@ -55,6 +56,7 @@ def launch(
     from kit.trainer.guard import check_recipe
 
     directory = Path(directory).expanduser().resolve()
+    refuse_other_owner(directory, "start a job in it")
     if (directory / "import.json").exists():
         raise RunError(
             f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "

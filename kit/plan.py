@@ -13,6 +13,7 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8"]
 ContextExchange = Literal["ring", "all_to_all"]
 EngineName = Literal["native", "deepspeed", "neuron"]
 
+MOST_DEVICES = 2**22  # more than any machine has; a view of a run takes memory in proportion
 PLANNED_ONLY = ("fp8", "mxfp8")
 """Precisions that the kit estimates and no engine of it trains."""
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
@@ -74,15 +75,15 @@ class Plan(Record):
             value = getattr(self, field.name)
             if isinstance(value, int) and not isinstance(value, bool) and field.name != "zero_stage" and value < 1:
                 raise ConfigError(f"plan.{field.name}: {value} is not allowed. Give a whole number from 1.")
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}.")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"plan.zero_stage: {self.zero_stage} is not allowed. Allowed: 0, 1, 2, 3.")
         self._check_shards()
         self._check_batch()
         self._check_schedule()
         if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError(
-                "plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off or raise the degree."
-            )
+            raise ConfigError("plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off.")
         if self.context_exchange != "ring" and self.context_parallel == 1:
             raise ConfigError(
                 f"plan.context_exchange: {self.context_exchange!r} needs context_parallel of at least 2, got 1."

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.record import ConfigError, write_atomic
+from cluster.files import write_atomic
+from cluster.record import ConfigError
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu_runtime

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.kubernetes.client import Cluster
-from cluster.kubernetes.manifest import INSTANCE, STOPPED_CODE, kubernetes_table, manifest_text, manifests
+from cluster.kubernetes.manifest import INSTANCE, STOPPED_CODE, kubernetes_table, manifest_text, manifests, mark
 from cluster.poll import POLLER, Look
 from cluster.record import counted
 from cluster.render import check, check_submittable
@@ -72,12 +72,14 @@ def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
     return {job.id: judge(found.get(job.id), pods.get(job.id.split("/")[1], [])) for job in jobs}
 
 
-def cancel(job: SchedulerJob) -> None:
-    """Deletes a job with its pods, which are told to end first.
+def cancel(job: SchedulerJob, run_dir: Path) -> None:
+    """Deletes a job of a run with its pods, which are told to end first.
 
     Raises:
-        JobError: the cluster refuses or does not answer.
+        JobError: the cluster refuses or does not answer, or the job is not this run's.
     """
+    if f"-{mark(str(run_dir))}-" not in job.id:
+        raise JobError(f"{run_dir}: {job.id} is not of this run, by its name. It goes on.")
     context, namespace = _place(job)
     Cluster(context).delete(job.id, namespace)
 
@@ -91,7 +93,7 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
     """
     site = Site.read(job.run_dir / "site.json")
     _check(job.spec, site)
-    cancel(scheduler_job)
+    cancel(scheduler_job, job.run_dir)
     deadline = time.monotonic() + GONE_WAIT_S
     context, namespace = _place(scheduler_job)
     cluster, name = Cluster(context), scheduler_job.id.split("/")[1]

@@ -85,7 +85,12 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
 def job_name(job: JobSpec, attempt: int) -> str:
     """Returns the name of an attempt in the cluster: a DNS label, the same for the same run directory."""
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
-    return f"{words or 'run'}-{hashlib.sha256(job.run_dir.encode()).hexdigest()[:8]}-{attempt}"
+    return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
+
+
+def mark(run_dir: str) -> str:
+    """Returns the part of a job's name that tells its run directory."""
+    return hashlib.sha256(run_dir.encode()).hexdigest()[:8]
 
 
 def kubernetes_table(site: Site) -> Kubernetes:

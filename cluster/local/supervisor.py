@@ -29,6 +29,7 @@ from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.files import appending
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
@@ -77,9 +78,9 @@ def start_in_background(run_dir: Path, job: JobSpec, attempt: int) -> None:
     reader, writer = os.pipe()
     said = run_dir / "logs" / f"attempt_{attempt:02d}_supervisor.log"
     if os.fork() == 0:
-        log = os.open(said, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+        log = appending(said)
         null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (log, 1), (log, 2)):
+        for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
         os.setsid()
         exit_with(lambda: guard(lambda: supervise(run_dir, job, attempt, started=lambda: os.write(writer, b"started"))))
@@ -199,7 +200,7 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
         import_once(job.argv[2], {**common, **job.environment})
     for rank in range(job.num_processes):
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **job.environment}
-        with log_path(run_dir, attempt, rank).open("ab") as log:
+        with appending(log_path(run_dir, attempt, rank)) as log:
             try:
                 ranks[rank] = start_rank(job, environment, log)
             except OSError as error:

@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from cluster.files import opened, read_small
 from cluster.job import Job, JobSpec
 from cluster.login.mirror import MARK, TAIL_BYTES
 from cluster.record import ConfigError
@@ -49,7 +50,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {}
     if wanted == "asked":
         files = [run_dir / f"{name}.json" for name in ("plan", "recipe", "job", "spec")]
-        return {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
+        return {file.name: read_small(file).decode() for file in files if file.is_file()}
     return read(job, request["ends"], request["versions"])
 
 
@@ -70,15 +71,15 @@ def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict
             # Of a checkpoint that it is there, and since when; its manifest may be large, and serves nobody else.
             told_only, about = file.match(CHECKPOINT), file.stat()
             since = json.dumps({"time": about.st_mtime}).encode()
-            content = since if told_only else file.read_bytes() if about.st_size <= SMALL_BYTES else None
+            new = since if told_only else read_small(file) if about.st_size <= SMALL_BYTES else None
         except OSError:  # taken away in between
             continue
-        if content is None or file.name.startswith("."):
+        if new is None or file.name.startswith("."):
             continue
         name = str(file.relative_to(run_dir))
         found.add(name)
-        if versions.get(name) != (version := zlib.crc32(content)):
-            changed[name] = (version, content.decode(errors="replace"))
+        if versions.get(name) != (version := zlib.crc32(new)):
+            changed[name] = (version, new.decode(errors="replace"))
     gone = [name for name in versions if name not in found]
     return {"status": status, "grown": grown, "changed": changed, "gone": gone, "more": more}
 
@@ -86,7 +87,7 @@ def read(job: Job, ends: dict[str, list[int]], versions: dict[str, int]) -> dict
 def _new_bytes(file: Path, end: int, checksum: int, whole_lines: bool) -> tuple[int, bytes, bool]:
     """Returns where new bytes begin, these, and whether there are more; from 0 where the file is not as it was."""
     try:
-        stream = file.open("rb")
+        stream = opened(file, follows=True)
     except OSError:
         return end, b"", False
     with stream:

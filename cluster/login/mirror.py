@@ -19,10 +19,11 @@ import threading
 import time
 import zlib
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, BinaryIO, Self
 
+from cluster.files import appending, opened, other_owner, read_small, write_atomic
 from cluster.login.connection import NoConnectionError, ssh
-from cluster.record import Record, config_folder, field_doc, write_atomic
+from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, read_record
 
 MIRROR, SEEN = "login.json", "login_seen.json"
@@ -148,6 +149,8 @@ def look(run_dir: Path) -> tuple[Seen | None, str]:
 
     Asks at most every INTERVAL_S, in the background; waits only for a first answer of this process.
     """
+    if owner := other_owner(run_dir):
+        return read_record(Seen, run_dir / SEEN), f"the mirror is {owner}'s, so it is asked for nothing new"
     with _LOCK:
         known = _ASKING.get(run_dir)
         if known is None or (not known.is_alive() and time.monotonic() - known.begun > INTERVAL_S):
@@ -160,7 +163,7 @@ def look(run_dir: Path) -> tuple[Seen | None, str]:
 
 def wanted(run_dir: Path, log: Path) -> Path:
     """Returns a log that somebody reads; a mirror fetches the logs that it has, so there it is made."""
-    if not log.exists() and mirror_of(run_dir):
+    if not log.exists() and mirror_of(run_dir) and not other_owner(run_dir):
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
     return log
@@ -212,7 +215,7 @@ def fetch(run_dir: Path, patient: bool = False) -> bool:
     """
     mirror = mirror_of(run_dir)
     assert mirror is not None
-    with open(run_dir / ".login.lock", "a") as lock:
+    with appending(run_dir / ".login.lock") as lock:
         if not _is_locked(lock, FIRST_WAIT_S if patient else 0.0):  # another process of this machine is at it
             return False
         seen = read_record(Seen, run_dir / SEEN)
@@ -235,7 +238,7 @@ def fetch(run_dir: Path, patient: bool = False) -> bool:
     return answer["more"]
 
 
-def _is_locked(lock: TextIO, wait_s: float) -> bool:
+def _is_locked(lock: BinaryIO, wait_s: float) -> bool:
     """Returns whether this caller has the lock now, waiting for it so long at most."""
     deadline = time.monotonic() + wait_s
     while True:
@@ -253,29 +256,29 @@ def _is_locked(lock: TextIO, wait_s: float) -> bool:
 def _end(file: Path) -> tuple[int, int]:
     """Returns where a file ends here, and a checksum of its last bytes, by which the other side knows it again."""
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
-            return size, zlib.crc32(stream.read())
+            return size, zlib.crc32(stream.read(TAIL_BYTES))
     except FileNotFoundError:
         return 0, 0
 
 
-def _put(file: Path, start: int, content: bytes) -> None:
+def _put(file: Path, start: int, new: bytes) -> None:
     """Appends what is new; from the start if the file there is another one now."""
     if start == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, content)
+        write_atomic(file, new)
     else:
-        with file.open("r+b") as stream:
-            stream.seek(start)
-            stream.write(content)
+        with appending(file) as stream:
+            stream.truncate(start)
+            stream.write(new)
 
 
 def _replace(file: Path, text: str) -> None:
     if file.name == "alerts.jsonl":  # watchers of both sides write it: each line is kept
         with contextlib.suppress(OSError):
-            known = set(file.read_text(encoding="utf-8").splitlines())
+            known = set(read_small(file).decode(errors="replace").splitlines())
             text = "".join(f"{line}\n" for line in [*known, *(each for each in text.splitlines() if each not in known)])
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)

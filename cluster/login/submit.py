@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.attempts import Files, new_folders
+from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh
 from cluster.login.mirror import MIRROR, Mirror, mirror_of, refresh
-from cluster.record import ConfigError, write_atomic
+from cluster.record import ConfigError
 from cluster.render import check_submittable
 from cluster.scheduler import Slurm
 from cluster.site import Site, There

@@ -45,7 +45,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
         except (JobError, OSError):
             if job_id:  # what was to compile ahead for the job that was refused
                 with contextlib.suppress(JobError):
-                    cancel(SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
+                    slurm_command(["scancel", job_id], os.environ.get("SLURM_CONF"))
             raise
     hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
     return Job.attach(run_dir)
@@ -56,12 +56,13 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
     return slurm_scripts(job, site, slurm_table(site), warnings=warnings(job, site))
 
 
-def cancel(job: SchedulerJob) -> None:
-    """Ends a job: SIGTERM to all its processes, SIGKILL after the cluster's KillWait.
+def cancel(job: SchedulerJob, run_dir: Path) -> None:
+    """Ends a job of a run: SIGTERM to all its processes, SIGKILL after the cluster's KillWait.
 
     Raises:
-        JobError: Slurm refuses or does not answer.
+        JobError: Slurm refuses or does not answer, or the job is not this run's.
     """
+    _refuse_another(job, run_dir)
     slurm_command(["scancel", job.id], job.config)
 
 
@@ -69,12 +70,21 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
     """Puts a job back into the queue, under its number where Slurm still knows it, as a new one otherwise.
 
     Raises:
-        JobError: Slurm refuses or does not answer.
+        JobError: Slurm refuses or does not answer, or the job is not this run's.
     """
     if job.status().state.is_final:
         submit(job.spec, Site.read(job.run_dir / "site.json"))
     else:
+        _refuse_another(slurm_job, job.run_dir)
         requeue_this(slurm_job, job.run_dir)
+
+
+def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
+    """Raises JobError unless a job was submitted from this run directory, as all of the kit's are."""
+    words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%Z"]
+    places = slurm_command(words, job.config).splitlines()
+    if places and not any(os.path.realpath(place.strip()) == os.path.realpath(run_dir) for place in places):
+        raise JobError(f"{run_dir}: job {job.id} is of {places[0].strip()}, not of this run. It goes on.")
 
 
 def requeue_this(job: SchedulerJob, run_dir: Path) -> None:

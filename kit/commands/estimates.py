@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from cluster.files import write_atomic
 from cluster.local import MAX_PROCESSES
-from cluster.record import ConfigError, counted, write_atomic
+from cluster.record import ConfigError, counted
 from kit.commands.options import JsonOption, console, facts_table, tell
 from kit.plan import EngineName, Precision
 from kit.show.terminal import PlainConsole, Table

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
+from cluster.files import other_owner
 from cluster.login.mirror import mirror_of
 from kit.commands.options import JsonOption, console, run_there, tell
 from kit.errors import ConfigError, RunError
@@ -94,6 +95,7 @@ def evaluate(
     report = evaluation.evaluate(Run.open(run), step, chosen, **options)
     if os.environ.get("RANK", "0") == "0":  # of the ranks of a job, one speaks
         _print(report, suite, as_json)
+        _tell_unkept(Path(run).expanduser())
 
 
 def _behind_a_login_node(run: str, submit: bool) -> None:
@@ -153,6 +155,11 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
             f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: tensor {plan.tensor_parallel} x "
             f"pipeline {plan.pipeline_parallel} x replicas {plan.data_parallel} ..."
         )
+
+
+def _tell_unkept(run_dir: Path) -> None:
+    if owner := other_owner(run_dir):
+        PlainConsole(stderr=True).print(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, as_json: bool) -> None:

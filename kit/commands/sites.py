@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from cluster import devices
+from cluster.files import write_atomic
 from cluster.login.connection import ssh
-from cluster.record import ConfigError, counted, write_atomic
+from cluster.record import ConfigError, counted
 from cluster.scheduler import EDIT
 from cluster.site import Site
 from cluster.slurm import inventory

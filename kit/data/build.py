@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.record import ConfigError, write_atomic
+from cluster.files import write_atomic
+from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, FORMAT, Dataset, DatasetInfo, Settings
 from kit.data.lead import lead

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.record import write_atomic
+from cluster.files import write_atomic
 from kit.data.corpus import source_record
 from kit.data.dataset import (
     DESCRIPTION,

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from cluster.record import replacement, write_atomic
+from cluster.files import replacement, write_atomic
 from kit.data.corpus import Document, Documents, file_digest
 from kit.data.dataset import Settings
 from kit.data.token_file import TokenFileWriter

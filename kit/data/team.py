@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.descendants import become_rank
-from cluster.record import write_atomic
+from cluster.files import write_atomic
 from kit.data.pieces import OPENS, Advance, Work
 from kit.errors import DataError
 

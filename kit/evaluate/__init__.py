@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cluster.files import other_owner
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import BENCHMARKS, SUITES, TaskRequest, num_files, suite
-from kit.evaluate.jobs import layout, score_in_job
+from kit.evaluate.jobs import layout, refuse_job, score_in_job
 from kit.evaluate.options import Options
 from kit.evaluate.report import EvalReport, Metric, TaskScore, Unscored
 from kit.evaluate.task_data import build_mirror, default_mirror
@@ -65,15 +66,19 @@ def evaluate(
     file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
     dataset, is_first = run.dataset(), os.environ.get("RANK", "0") == "0"
     plan = layout(run.spec, run.site, chosen, ranks)
-    if is_first and file.exists():  # whatever stands against adding to it is found before the work, not after
-        _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
-    check_keepable(file)
+    owner = other_owner(run.directory)
+    if not owner:
+        if is_first and file.exists():  # whatever stands against adding to it is found before the work, not after
+            _prepare(file, dataset.info.tokenizer_sha256, checkpoint.attempt)
+        check_keepable(file)
     folder = run.checkpoints.path(checkpoint.step).relative_to(run.directory)
     report = EvalReport(
         name=run.name, step=checkpoint.step, checkpoint=str(folder), tokens_seen=checkpoint.tokens,
         attempt=checkpoint.attempt, tokenizer_sha256=dataset.info.tokenizer_sha256,
     )  # fmt: skip
     if plan.num_devices > ranks:
+        if owner:
+            refuse_job(run, owner)
         score_in_job(run, checkpoint.step, tasks, chosen)
         asked = [chosen.applied(request) for request in requests]
         return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
@@ -85,7 +90,7 @@ def evaluate(
             share, dataset.tokenizer(), run.spec.sequence_length, requests, chosen,
             dataset.directory / VALIDATION_TEXT, skip=isinstance(tasks, str),
         )  # fmt: skip
-        return keep_scores(file if is_first else None, report, found, start)
+        return keep_scores(file if is_first and not owner else None, report, found, start)
 
 
 def check_keepable(file: Path) -> None:

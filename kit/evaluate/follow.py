@@ -10,7 +10,7 @@ from typing import Any
 import cluster
 from cluster.job import Job
 from cluster.record import Record, field_doc
-from cluster.state import JobError
+from cluster.state import JobError, refuse_other_owner
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
 from kit.evaluate import Options, check_request, evaluate, report_file
@@ -64,6 +64,7 @@ def follow_run(
         ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
     """
     run = _opened(run)
+    refuse_other_owner(run.directory, "keep scores in it")
     chosen, requests = Options.of(options), check_request(tasks)
     layout(run.spec, run.site, chosen)
     pending: dict[int, Job] = {}

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import cluster
 from cluster.job import JobSpec
@@ -93,6 +94,17 @@ def eval_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) 
         name=f"{run.name}-eval-{step}", run_dir=str(folder), argv=tuple(argv), num_processes=devices,
         num_nodes=num_nodes, max_restarts=0,
     )  # fmt: skip
+
+
+def refuse_job(run: Run, owner: str) -> NoReturn:
+    """Raises ConfigError: a job would run, as this user, what somebody else has written into site.json."""
+    table = run.site.slurm or run.site.kubernetes
+    lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
+    told = f", above all {lines}," if lines else ""
+    raise ConfigError(
+        f"devices: {run.directory}/site.json is {owner}'s, and a job by it{told} would run as you. Score it on this "
+        f"machine with --devices 1, or start as many processes of `kit eval` yourself, by torchrun or srun."
+    )
 
 
 def score_in_job(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> None:

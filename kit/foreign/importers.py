@@ -18,8 +18,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import numpy as np
 
+from cluster.files import write_atomic
 from cluster.job import JobSpec
-from cluster.record import ConfigError, Record, counted, field_doc, suggestion, write_atomic
+from cluster.record import ConfigError, Record, counted, field_doc, suggestion
 from cluster.site import Site
 from cluster.state import JobState, log_path, update_state
 from kit.errors import DataError, RunError

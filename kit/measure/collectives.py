@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.record import write_atomic
+from cluster.files import write_atomic
 from kit.engines.process_group import start_process_group
 from kit.measure.timing import timed
 from kit.parallel.groups import part

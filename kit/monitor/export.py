@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cluster.record import ConfigError, replacement, suggestion
+from cluster.files import replacement
+from cluster.record import ConfigError, suggestion
 from kit.errors import RunError
 from kit.run import Run
 from kit.run.columns import first_steps, supersede

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from cluster.login.mirror import SEEN, Seen
-from cluster.record import ConfigError
 from cluster.state import JobError, read_record
 from kit.errors import RunError, kit_command
 from kit.monitor.figure import smooth
@@ -92,7 +91,7 @@ def runs_table(folder: str | Path) -> RunsTable:
             run = Run.open(directory)
             rows.append({"run": name, "directory": str(directory), **live_row(run)})
             settings.append(_settings(run))
-        except (ConfigError, RunError, OSError, ValueError) as error:  # half-made, damaged, or deleted meanwhile
+        except Exception as error:  # half-made, damaged, hostile, or deleted meanwhile: the others are shown
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
             rows.append({"run": name, "directory": str(directory), "state": "unreadable", "reason": reason})
             settings.append(None)

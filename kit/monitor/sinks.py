@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cluster.record import ConfigError, Record, field_doc, suggestion
-from cluster.state import JobError
+from cluster.state import JobError, refuse_other_owner
 from kit.errors import MissingPackageError
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
@@ -172,6 +172,7 @@ def copy_metrics(
     """
     if to not in SINKS:
         raise ConfigError(f"sink: {to!r} is unknown. {suggestion(to, SINKS)}")
+    refuse_other_owner(run.directory, f"write {to}'s files into it")
     folder = run.directory / to
     state = _start(folder)
     sink = SINKS[to](run, folder, state)

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.files import appending, read_small
 from cluster.process import Process
 from cluster.record import ConfigError, cut
+from cluster.state import JobError, refuse_other_owner
 from kit.errors import RunError
 from kit.monitor.dashboard import Dashboard
 from kit.run import Run
@@ -66,8 +68,8 @@ class Watcher:
         if not why or self.tries[kind] >= TRIES:
             del self.waiting[kind]
         entry = {"time": time.time(), "kind": kind, "alerts": len(alerts), "error": why}
-        with contextlib.suppress(OSError), self.record.open("a") as stream:
-            stream.write(json.dumps(entry) + "\n")
+        with contextlib.suppress(OSError), appending(self.record) as stream:
+            stream.write(f"{json.dumps(entry)}\n".encode())
         if why:
             last, told = alerts[-1], f"the alarm about {kind!r} could not be sent: {why}. Try it: `kit alarm --test`"
             failed = Alert(
@@ -87,8 +89,7 @@ def message_of(run: Run, alerts: list[Alert]) -> dict[str, Any]:
 def watch_over(run: Run, alarm: str, *, poll_s: float = POLL_S, idle: Callable[[float], None] = time.sleep) -> None:
     """Sends the alarm until the run's job ends, its directory goes, or another watcher has taken over."""
     note, me = run.directory / "monitor" / "watcher.json", Process.current()
-    with contextlib.suppress(OSError):  # another user's run may be watched too
-        me.write(note)
+    me.write(note)
     watcher, goes_on, failed = Watcher(run, alarm), True, ""
     while goes_on and _read(note) in (me, None):
         try:
@@ -112,7 +113,7 @@ def _last_sent(record: Path) -> dict[str, float]:
     """Returns by kind when the next message may be sent, as an earlier watcher has left it."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
-        for line in record.read_text(errors="replace").splitlines():
+        for line in read_small(record).decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):  # torn
                 entry = json.loads(line)
                 found |= {} if entry["error"] else {entry["kind"]: min(entry["time"], time.time()) + EVERY_S}
@@ -125,8 +126,10 @@ def main() -> int:
     try:
         alarm = find_alarm()
         if alarm:
-            watch_over(Run.open(sys.argv[1]), alarm)
-    except (ConfigError, RunError) as error:
+            run = Run.open(sys.argv[1])
+            refuse_other_owner(run.directory, "have a watcher in it")
+            watch_over(run, alarm)
+    except (ConfigError, RunError, JobError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

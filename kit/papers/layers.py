@@ -28,7 +28,8 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from cluster.record import ConfigError, Record, field_doc, suggestion, write_atomic
+from cluster.files import write_atomic
+from cluster.record import ConfigError, Record, field_doc, suggestion
 from kit.errors import kit_command
 from kit.monitor.runs import find_runs
 from kit.run import Run

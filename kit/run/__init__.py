@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import cluster
+from cluster.files import write_atomic
 from cluster.login.mirror import mirror_of, refresh
-from cluster.record import Record, html_table, write_atomic
+from cluster.record import Record, html_table
 from cluster.site import Site
 from kit.errors import RunError, kit_command
 from kit.plan import Plan

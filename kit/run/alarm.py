@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from cluster.files import appending
 from cluster.record import ConfigError, Record, config_folder, cut, field_doc
 
 DEADLINE_S = 10.0
@@ -78,7 +79,7 @@ def start_watcher(run_dir: Path) -> None:
     command = [sys.executable, "-m", "kit.monitor.watcher", str(run_dir)]
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        with (folder / "watcher.log").open("ab") as log:
+        with appending(folder / "watcher.log") as log:
             # Through a shell that ends at once: a notebook's kernel, which lives for days, is nobody's parent.
             subprocess.run(
                 ["/bin/sh", "-c", '"$@" &', "sh", *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
+from cluster.files import appending, other_owner
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
@@ -64,14 +65,17 @@ class AlertLog(Tail):
         self.alerts = []
 
     def add(self, alerts: list[Alert]) -> list[Alert]:
-        """Writes those that are new, and returns them; where that is not possible, only the record is lost."""
+        """Writes those that are new, and returns them; of somebody else's run they are only kept in memory.
+
+        Where they cannot be written, only the record is lost.
+        """
         if not alerts:
             return []
         self.read()
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
-        if new:
-            with contextlib.suppress(OSError), self.file.open("ab") as stream:
+        if new and not other_owner(self.file.parent):
+            with contextlib.suppress(OSError), appending(self.file) as stream:
                 stream.write(lines)  # at once, so that lines of two watchers never mix
         return new
 

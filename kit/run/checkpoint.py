@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from cluster.files import opened, read_small
 from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
@@ -25,7 +26,7 @@ from kit.spec import ModelSpec
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
-MANIFEST, DESCRIPTION = "manifest.json", ".metadata"
+MANIFEST, DESCRIPTION, DESCRIPTION_BYTES = "manifest.json", ".metadata", 1 << 30
 READ_BYTES = 16 << 20
 
 
@@ -73,7 +74,7 @@ class Checkpoints:
     def saved_at(self, step: int) -> float:
         """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0 where nothing tells."""
         try:
-            return float(json.loads((self.path(step) / MANIFEST).read_text())["time"])
+            return float(json.loads(read_small(self.path(step) / MANIFEST))["time"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0.0
 
@@ -108,7 +109,7 @@ class Checkpoints:
         try:
             manifest = Manifest.read(path / MANIFEST)
             sealed = manifest.checksums.get(MANIFEST)
-            if sealed is not None and sealed != _seal(json.loads((path / MANIFEST).read_text())):
+            if sealed is not None and sealed != _seal(json.loads(read_small(path / MANIFEST))):
                 raise ConfigError("its manifest has changed since it was written.")
         except (ConfigError, UnicodeDecodeError) as error:
             have = ", ".join(map(str, self.steps())) or "none"
@@ -145,7 +146,8 @@ class Checkpoints:
         if DESCRIPTION not in manifest.files:
             return manifest, b""
         self.verify(manifest, [DESCRIPTION])
-        return manifest, (self.path(step) / DESCRIPTION).read_bytes()
+        with opened(self.path(step) / DESCRIPTION) as stream:
+            return manifest, stream.read(DESCRIPTION_BYTES)
 
     def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
         """Returns nothing if a checkpoint is of `spec`, but for its name and initial weights.
@@ -235,7 +237,7 @@ def checksum(file: Path) -> int:
     It is meant for accidents, not for forgers.
     """
     value, buffer = 0, memoryview(bytearray(READ_BYTES))
-    with file.open("rb", buffering=0) as stream:
+    with opened(file) as stream:
         while count := stream.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile
     return value

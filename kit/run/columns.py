@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from cluster.record import replacement
+from cluster.files import opened, other_owner, replacement
 from kit.run.tail import CHUNK_BYTES, Tail
 
 COLUMNS = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "grad_norm", "learning_rate", "memory_bytes")
@@ -70,6 +70,8 @@ class Columns(Tail):
         """Writes the cache where it is worth it and possible; returns whether it did."""
         if self.cache is None or len(self) < CACHE_FROM_ROWS or len(self) < 1.2 * self._cached_rows:
             return False
+        if other_owner(self.file.parent):
+            return False
         header = {
             "version": CACHE_VERSION, "names": NAMES, "rows": len(self), "position": self.position,
             "tail": self._last.hex(), "skipped_lines": self.skipped_lines,
@@ -93,7 +95,7 @@ class Columns(Tail):
 
     def _read_cache(self, cache: Path) -> None:
         try:
-            with cache.open("rb") as stream:
+            with opened(cache) as stream:
                 header = json.loads(stream.readline(65536))
                 if header["version"] != CACHE_VERSION or tuple(header["names"]) != NAMES:
                     return
@@ -105,7 +107,7 @@ class Columns(Tail):
                 for column in data[:, :rows]:
                     stream.readinto(memoryview(column).cast("B"))
             self.position, self._last = int(header["position"]), bytes.fromhex(header["tail"])
-            with self.file.open("rb") as stream:
+            with opened(self.file) as stream:
                 if not self.is_same(stream):
                     return self.restart()
             self.skipped_lines = int(header["skipped_lines"])

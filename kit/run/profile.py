@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.record import Record, field_doc
+from cluster.state import refuse_other_owner
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 
@@ -72,6 +73,7 @@ def ask_profile(run: Run, num_steps: int, ranks: list[int]) -> ProfileRequest:
         raise ConfigError(f"profile.steps: {num_steps} is not allowed. Give 1 to {MAX_STEPS}.")
     if not ranks or not all(0 <= rank < run.plan.num_devices for rank in ranks):
         raise ConfigError(f"profile.ranks: {ranks} is not allowed. Give some of 0 to {run.plan.num_devices - 1}.")
+    refuse_other_owner(run.directory, "have it profiled")
     request = ProfileRequest(asked_at=time.time(), num_steps=num_steps, ranks=tuple(sorted(set(ranks))))
     request.write(request_file(run.directory))
     return request

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
+from cluster.files import opened
+
 CHUNK_BYTES = 8 << 20
 FINGERPRINT_BYTES = 256
 
@@ -25,7 +27,7 @@ class Tail:
         comes in pieces.
         """
         try:
-            with self.file.open("rb") as stream:
+            with opened(self.file) as stream:
                 if not self.is_same(stream):
                     self.restart()
                 stream.seek(self.position)
@@ -60,7 +62,7 @@ class Tail:
 def last_lines(file: Path, limit_bytes: int) -> list[bytes]:
     """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none if there is none."""
     try:
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - limit_bytes))
             lines = stream.read(limit_bytes).split(b"\n")

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.record import ConfigError, write_atomic
+from cluster.files import write_atomic
+from cluster.record import ConfigError
 from kit.show.results import RESULTS, Results, format_value
 
 

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.files import write_atomic
 from cluster.heartbeats import RankHeartbeat, keeper_of, tell
-from cluster.record import write_atomic
 from cluster.state import take_request, update_state
 
 run_dir, num_steps, step_time_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])

@@ -438,7 +438,7 @@ def test_a_job_that_starts_as_it_is_cancelled_is_left_to_its_supervisor(tmp_path
     submitted(tmp_path)
     take_over(tmp_path, JOB)
     update_state(tmp_path, attempt=1, state=JobState.REQUEUED)
-    monkeypatch.setattr(slurm, "cancel", lambda job: take_over(tmp_path, job))
+    monkeypatch.setattr(slurm, "cancel", lambda job, run_dir: take_over(tmp_path, job))
     Job.attach(tmp_path).cancel()
     state = read_state(tmp_path)
     assert state and (state.state, state.attempt) == (JobState.STARTING, 2)

@@ -1,0 +1,104 @@
+"""The only ways in which files of a run are opened, appended to and replaced, and whose a run is.
+
+A run may be a colleague's, or lie where colleagues write. Under the name of one of its files there may be a link to
+a file of the reader, a pipe that blocks for ever, or a device without end. Standard library only.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+RECORD_BYTES = 16 << 20
+"""More than any record takes; a file that grows with the run is read piece by piece."""
+
+
+def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
+    """Returns a stream that reads a file; `follows` takes a link too.
+
+    Raises:
+        OSError: it is not there, or is a link, a pipe or a device.
+    """
+    return os.fdopen(_regular(file, os.O_RDONLY | (0 if follows else os.O_NOFOLLOW)), "rb")
+
+
+def read_small(file: Path) -> bytes:
+    """Returns what a file holds that a record fits in.
+
+    Raises:
+        OSError: as `opened`, or it is larger than RECORD_BYTES.
+    """
+    with opened(file) as stream:
+        if os.fstat(stream.fileno()).st_size > RECORD_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {RECORD_BYTES >> 20} MiB, so no record", str(file))
+        return stream.read(RECORD_BYTES)
+
+
+def appending(file: Path) -> io.FileIO:
+    """Returns an unbuffered stream that appends to a file, which is made if need be: each write is one line, whole.
+
+    Raises:
+        OSError: as `opened`, or the file has other names, under which it may be anybody's.
+    """
+    handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.EMLINK, "a file with other names, which no file of a run has", str(file))
+    return io.FileIO(handle, "ab+")
+
+
+def _regular(file: Path, flags: int) -> int:
+    try:
+        handle = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link, which no file of a run is", str(file)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "a folder, a pipe or a device, which no file of a run is", str(file))
+    os.set_blocking(handle, True)
+    return handle
+
+
+def write_atomic(file: Path, content: str | bytes) -> None:
+    """Replaces what a file holds in one step, as `replacement` does, by what is in memory."""
+    with replacement(file) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacement(file: Path) -> Iterator[BinaryIO]:
+    """Yields a stream whose content replaces that of a file in one step at the end of the block, if nothing fails.
+
+    A reader sees the old or the new content, never a part of it; who may read it is the umask's choice, as for any
+    file. The file's folder is made, but not those above: a run directory that was deleted must not come back as a stub.
+    """
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
+    try:
+        with part.open("xb") as stream:  # not by `tempfile`, whose files are their owner's alone
+            yield stream
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def other_owner(folder: Path) -> str | None:
+    """Returns by name whose a folder is, or None where it is this user's, or is not there: then it can be made."""
+    try:
+        owner = folder.stat().st_uid
+    except OSError:
+        return None
+    if owner == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(owner).pw_name
+    except KeyError:
+        return f"user {owner}"
