@@ -341,7 +341,8 @@ def test_run_goes_on_as_it_would_have_then(fresh: Path) -> None:
     assert metrics["attempt"].tolist() == [1] * 23 + [2] * 17 + [3] * 6
     assert metrics["loss"][40:].tolist() == pytest.approx(NEXT, abs=1e-5)
     assert run.checkpoints.steps() == [46] and run.recipe.decay_steps == 40
-    assert [alert["step"] for alert in written(fresh, "run/alerts.jsonl")] == [42]
+    (alert,) = written(fresh, "run/alerts.jsonl")
+    assert (alert["kind"], alert["level"], alert["attempt"], alert["step"]) == ("hook", "warning", 3, 42)
 
 
 def test_scores_are_the_same(run: kit.Run) -> None:
