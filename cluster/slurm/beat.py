@@ -10,11 +10,13 @@ nowhere.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -27,6 +29,7 @@ RECEIVE_BYTES = 4 << 20
 """Of the supervisor's socket, as far as the kernel allows: the default holds 277 datagrams, 4 s of 384 nodes."""
 MOST_RANKS, LINE_BYTES = 128, 500  # of a node, and of a rank's heartbeat: together they fit a datagram
 TURN_S = 0.5
+CREDENTIALS = struct.Struct("iII")  # process, user and group, as SO_PASSCRED has them (man 7 unix)
 VARIABLE = "KIT_SUPERVISOR"
 
 
@@ -115,13 +118,14 @@ class Line:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self.place = f"kit-{self.token}-{self.node}"
-        """Where the ranks of the node tell their heartbeats."""
+        self.place = f"kit-{hashlib.sha256(self.token.encode()).hexdigest()[:16]}-{self.node}"
+        """Where the ranks of the node tell their heartbeats; all users of the node can read it in /proc/net/unix."""
         for end in (self.socket, self.ear):
             end.setblocking(False)
         with contextlib.suppress(OSError):  # a name that does not resolve: no beats, no harm
             self.socket.connect((self.host, int(port)))
         if is_leader:
+            self.ear.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # the kernel says whose each datagram is
             with contextlib.suppress(OSError):  # a name that is taken: no heartbeats of ranks, no harm
                 self.ear.bind(f"\0{self.place}")
         self.ranks: dict[int, bytes] = {}
@@ -144,7 +148,9 @@ class Line:
                     self.order = "end"
         with contextlib.suppress(OSError):
             while True:
-                line = self.ear.recv(LINE_BYTES)
+                line, told, *_ = self.ear.recvmsg(LINE_BYTES, socket.CMSG_SPACE(CREDENTIALS.size))
+                if [CREDENTIALS.unpack(data)[1] for _, _, data in told] != [os.getuid()]:  # another user's
+                    continue
                 with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):  # of anyone
                     rank = int(json.loads(line)["rank"])
                     if rank in self.ranks or len(self.ranks) < MOST_RANKS:

@@ -90,6 +90,28 @@ def test_one_keeper_speaks_for_its_node(board, keeper, monkeypatch, tmp_path):
     assert [(beat.rank, beat.step) for beat in read_rank_heartbeats(tmp_path, 2)] == [(8, 7), (9, 7)]
 
 
+def test_the_place_of_heartbeats_gives_no_token_away(board, keeper):
+    keeper(True)
+    with open("/proc/net/unix") as names:
+        assert board.token not in names.read(), "whoever knows it can order the job to end"
+
+
+def test_heartbeats_of_another_user_are_not_taken(keeper):
+    """Abstract sockets have no permissions."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    leader = keeper(True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        for rank, user in ((3, 65534), (4, 0), (5, 65534)):
+            os.setresuid(user, user, 0)
+            try:
+                end.sendto(b'{"rank": %d}' % rank, f"\0{leader.place}")
+            finally:
+                os.setresuid(0, 0, 0)
+    leader.receive()
+    assert list(leader.ranks) == [4]
+
+
 def test_first_node_is_reached_while_its_supervisor_is_silent(keeper, monkeypatch):
     line = keeper(True)
     with socket.create_server(("127.0.0.1", 0)) as meeting_point:
