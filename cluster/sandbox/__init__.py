@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -64,13 +65,14 @@ class Sandbox:
         """Returns a sandbox whose nodes are all idle; one that runs already is returned as it is, `was_running` true.
 
         Args:
-            root: its directory; default: one per user below /tmp.
+            root: its directory, made for the caller alone; default: one per user below /tmp.
             num_nodes: simulated nodes.
             isolated: namespaces for each node; default: where this process may make them.
             accounting: with slurmdbd and MariaDB behind it, so that sacct works.
 
         Raises:
-            JobError: something is missing, or the daemons did not come up; the message ends with their last words.
+            JobError: something is missing, the directory is not the caller's own, or the daemons did not come up; then
+                the message ends with their last words.
         """
         if reason := why_not(accounting):
             raise JobError(reason)
@@ -80,6 +82,9 @@ class Sandbox:
         if running := cls.find(directory):
             return running
         stop(directory)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700, parents=True)
+        is_own(directory)
         write_files(layout)
         with layout.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
@@ -93,8 +98,10 @@ class Sandbox:
 
     @classmethod
     def find(cls, root: str | os.PathLike[str] | None = None) -> Self | None:
-        """Returns the sandbox that runs in a directory, or None."""
+        """Returns the sandbox that runs in a directory, or None; raises JobError as `is_own`."""
         directory = Path(root or default_root()).absolute()
+        if not is_own(directory):
+            return None
         try:
             sandbox = cls(Layout.read(directory / "sandbox.json"), was_running=True)
             sandbox._order("")
@@ -195,6 +202,24 @@ def default_root() -> Path:
     return Path(f"/tmp/kit-sandbox-{os.geteuid()}")
 
 
+def is_own(directory: Path) -> bool:
+    """Returns whether a directory is there, in which nobody but the caller can have put anything.
+
+    Raises:
+        JobError: it may be somebody else's; what lies there is believed, and run.
+    """
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise JobError(
+            f"{directory} is no folder that you alone can write to: {stat.filemode(found.st_mode)}, of user "
+            f"{found.st_uid}. A sandbox runs what lies in its own. Remove it, or give another: --root FOLDER."
+        )
+    return True
+
+
 def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
     """Ends a sandbox, whatever is left of it, and removes its files; returns whether one was running."""
     directory = Path(root or default_root()).absolute()
@@ -208,6 +233,8 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     for pid in _left_behind(directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    if not is_own(directory):
+        return False
     try:
         network.remove_left_overs(Layout.read(directory / "sandbox.json"))
     except ValueError:

@@ -181,7 +181,7 @@ stop_before_end_s = 60
 
 
 def write_files(layout: Layout) -> None:
-    """Writes everything that the daemons read."""
+    """Writes everything that the daemons read, into a directory that is the caller's alone."""
     # small: a shared file system of 48 MB, to be filled up; scratch: the same path with another one on each node.
     for folder in ("etc", "state", "log", "run", "small", "scratch"):
         layout.path(folder).mkdir(parents=True, exist_ok=True)
@@ -203,8 +203,10 @@ def write_files(layout: Layout) -> None:
         layout.path("etc", name).write_text(text)
         layout.path("etc", name).chmod(0o600 if name == "slurmdbd.conf" else 0o755 if name == "node.sh" else 0o644)
     key = layout.path("etc", "munge.key")
-    key.touch(mode=0o600)
-    key.write_bytes(os.urandom(128))
+    key.unlink(missing_ok=True)
+    new = os.open(key, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600)
+    with open(new, "wb") as file:
+        file.write(os.urandom(128))
     layout.write(layout.path("sandbox.json"))
 
 

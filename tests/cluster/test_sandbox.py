@@ -1,0 +1,87 @@
+"""The folder of a sandbox: nothing that somebody else can have put there is believed, written through or run."""
+
+import os
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cluster import sandbox
+from cluster.sandbox import Sandbox
+from cluster.sandbox.__main__ import main
+from cluster.sandbox.configuration import Layout, write_files
+from cluster.state import JobError
+
+
+@pytest.fixture
+def common():
+    """A folder such as /tmp, in which all may make files, and take away their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        yield Path(folder)
+
+
+def all_refuse(root: Path, monkeypatch, capsys, why: str) -> None:
+    """Every use of the folder says what is wrong with it."""
+    with pytest.raises(JobError, match=rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give"):
+        Sandbox.find(root)
+    monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
+    for action in ("start", "stop", "status"):
+        monkeypatch.setattr("sys.argv", ["sandbox", action, "--root", str(root)])
+        assert main() == 1 and "Remove it" in capsys.readouterr().err
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "open").mkdir()
+    for mode, word in ((0o777, "drwxrwxrwx"), (0o770, "drwxrwx---"), (0o1777, "drwxrwxrwt")):
+        (tmp_path / "open").chmod(mode)
+        all_refuse(tmp_path / "open", monkeypatch, capsys, word)
+    (tmp_path / "open").chmod(0o755)
+    assert Sandbox.find(tmp_path / "open") is None
+    (tmp_path / "link").symlink_to(tmp_path / "open")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "dangling"):
+        all_refuse(tmp_path / name, monkeypatch, capsys, "l")
+    (tmp_path / "file").touch()
+    all_refuse(tmp_path / "file", monkeypatch, capsys, "-")
+    assert not list((tmp_path / "open").iterdir()) and not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_of_another_user_is_refused(common, monkeypatch, capsys):
+    """Though it is closed now: what was put there before is theirs."""
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    (common / "key").write_bytes(b"secret")
+    plant = f'mkdir -p "$0/etc" && ln -s {common}/key "$0/etc/munge.key" && chmod 700 "$0"'
+    subprocess.run(["sh", "-c", plant, common / "sandbox"], check=True, user=65534, group=65534, extra_groups=[])
+    all_refuse(common / "sandbox", monkeypatch, capsys, "drwx------, of user 65534")
+    assert (common / "key").read_bytes() == b"secret"
+    assert [path.name for path in (common / "sandbox").rglob("*")] == ["etc", "munge.key"]
+
+
+def test_the_key_is_a_file_of_its_own(tmp_path):
+    layout = Layout(root=str(tmp_path / "sandbox"), isolated=False)
+    key = layout.path("etc", "munge.key")
+    key.parent.mkdir(parents=True)
+    (tmp_path / "mine").write_bytes(b"mine")
+    key.symlink_to(tmp_path / "mine")
+    for _ in range(2):
+        write_files(layout)
+        assert stat.S_IMODE(key.lstat().st_mode) == 0o600 and len(key.read_bytes()) == 128
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_a_new_folder_is_its_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
+    seen = []
+
+    def write(layout):
+        seen.append(stat.S_IMODE(os.stat(layout.root).st_mode))
+        raise JobError("far enough")
+
+    monkeypatch.setattr(sandbox, "write_files", write)
+    with pytest.raises(JobError, match="far enough"):
+        Sandbox.start(tmp_path / "a" / "sandbox")
+    assert seen == [0o700]
