@@ -94,11 +94,11 @@ def check_submittable(site: Site) -> None:
         raise ConfigError(f"{', '.join(fields)}: still {EDIT!r}. Write your own values {where}.")
 
 
-def import_storm(job: JobSpec, site: Site) -> str | None:
-    """Returns what to do about ranks that would all read their Python environment from the shared file system."""
+def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | None:
+    """Returns what to do about ranks that would all read the environment of a Python, this one, from a shared disk."""
     if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:
         return None
-    prefix, tar = Path(sys.executable).parents[1], "environment.tar"
+    prefix, tar = Path(python or sys.executable).parent.parent, "environment.tar"
     pack = ("conda-pack --format tar -p %s -o %s" if (prefix / "conda-meta").is_dir() else "tar -C %s -cf %s .") % (
         shlex.quote(str(prefix)), tar,
     )  # fmt: skip
@@ -123,15 +123,15 @@ def to_fill_in(site: Site) -> list[str]:
     return [f"site.{place}" for place, value in _places(values) if EDIT in str(value).split("/")]
 
 
-def warnings(job: JobSpec, site: Site) -> list[str]:
-    """Returns what is allowed but worth a second look, one line each."""
+def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
+    """Returns what is allowed but worth a second look, one line each; `python` runs the job, by default this one."""
     devices = job.num_nodes * site.devices_per_node
     found = []
     if site.scheduler != "local" and job.num_processes < devices:
         found.append(f"{devices - job.num_processes} of the {devices} devices of these nodes stay idle.")
     if site.scheduler == "slurm":
         found += _time_warnings(job, slurm_table(site), site.name)
-        if job.num_nodes > MANY_NODES and (storm := import_storm(job, site)):
+        if job.num_nodes > MANY_NODES and (storm := import_storm(job, site, python)):
             found.append(storm)
     return found
 

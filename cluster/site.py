@@ -123,7 +123,7 @@ class There(Record):
     python: str = field_doc("Python there, of an environment with the kit's packages")
     folder: str = field_doc("where runs lie there, on a file system that the compute nodes share")
     source: str | None = field_doc("folder there that holds the kit", default=None)
-    sync: bool = field_doc("send the kit's own source, once for each version, into `folder`", default=False)
+    sync: bool = field_doc("send the kit's own source, once for each version and user, into `folder`", default=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,6 @@ from cluster.files import opened, read_small
 from cluster.job import Job, JobSpec
 from cluster.login.mirror import MARK, TAIL_BYTES
 from cluster.record import ConfigError
-from cluster.render import scripts
 from cluster.site import Site
 from cluster.state import JobError, find_log
 from cluster.submission import submit
@@ -31,8 +30,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     run_dir, wanted = Path(request["run"]).expanduser(), request["do"]
     if wanted == "lacking":
         return {"lacking": [path for path in request["paths"] if not _exists(path)]}
-    if wanted == "texts":
-        return {"texts": scripts(JobSpec.from_dict(request["job"]), Site.from_dict(request["site"]))}
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
             raise JobError(f"{run_dir} exists there already. Give another name, or `kit attach` to look at that run.")

@@ -72,6 +72,11 @@ def _words(login: str, command: str) -> list[str]:
     return ["ssh", *_config(), *batch, *_shared(login, "auto"), "--", login, command]
 
 
+def told(login: str, command: str) -> str:
+    """Returns how `ssh` runs a shell command, less its options: which these are, ssh itself would have to be asked."""
+    return shlex.join(["ssh", *_config(), "--", login, command])
+
+
 def open_command(login: str) -> str:
     """Returns the command by which a user opens the connection, and types what has to be typed."""
     return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), "--", login])

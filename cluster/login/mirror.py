@@ -31,6 +31,12 @@ INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
 MARK = b"\nKIT-ANSWER\n"
 """Before the answer: what a login shell prints by itself comes first."""
 TAIL_BYTES = 256
+SYNCED = "/kit-source-"
+"""In the path of source that was sent there, which must be its user's own; one that a site file names need not be."""
+IS_OWN = """\
+{ [ "$(find . -prune -user "$(id -u)" ! -perm -020 ! -perm -002)" = . ] || { echo "$PWD is no folder that you alone \
+can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""
+"""Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +84,15 @@ class Mirror(Record):
             raise JobError(
                 f"somebody else made this mirror of {self.directory} on {self.login}. Make your own: {told}."
             )
-        # A login shell, since the scheduler and its modules may be known only there.
-        inner = f"cd {shlex.quote(self.source)} && exec {shlex.join([self.python, '-m', module, *words])}"
-        return f"exec bash -lc {shlex.quote(inner)}"
+        return command(self.source, self.python, module, *words)
+
+
+def command(source: str, python: str, module: str, *words: str) -> str:
+    """Returns the shell command that runs a module of the kit in a folder of its source."""
+    own = f" && {IS_OWN}" if SYNCED in source else ""
+    inner = f"cd {shlex.quote(source)}{own} && exec {shlex.join([python, '-m', module, *words])}"
+    # A login shell, since the scheduler and its modules may be known only there.
+    return f"exec bash -lc {shlex.quote(inner)}"
 
 
 def _seal(*words: str) -> str:

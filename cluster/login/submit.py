@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import os
 import re
 import shlex
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 from cluster.attempts import Files, new_folders
 from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
-from cluster.login.connection import NoConnectionError, ssh
-from cluster.login.mirror import MIRROR, Mirror, mirror_of, refresh
+from cluster.login.connection import NoConnectionError, ssh, told
+from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, mirror_of, refresh
+from cluster.poll import backend
 from cluster.record import ConfigError
-from cluster.render import check_submittable
+from cluster.render import check, check_submittable
 from cluster.scheduler import Slurm
 from cluster.site import Site, There
 from cluster.state import JobError
@@ -34,7 +36,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     run_dir, known = Path(job.run_dir), mirror_of(Path(job.run_dir))
     mirror = _mirror(site, known.directory if known else None, run_dir.name)
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
-    there, theirs = _translated(job, mirror), site.replace(login=None, there=None)
+    there = _translated(job, mirror.python, mirror.source, mirror.directory)
+    theirs = site.replace(login=None, there=None)
     sent = {name: theirs.to_json() if name == "site.json" else text for name, text in (files or {}).items()}
     kept = {MIRROR: mirror.to_json(), "job.json": there.to_json(), **(files or {}), "site.json": site.to_json()}
     with new_folders(run_dir):
@@ -52,10 +55,19 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the scripts of a job as the other side would submit them."""
-    mirror = _mirror(site, None, Path(job.run_dir).name)
-    theirs = site.replace(login=None, there=None)
-    return mirror.ask(do="texts", job=_translated(job, mirror).to_dict(), site=theirs.to_dict())["texts"]
+    """Returns the scripts of a job with the paths of the other side, as this kit writes them; nobody is asked."""
+    there, theirs = _there(site), site.replace(login=None, there=None)
+    job = _translated(job, there.python, str(there.source), f"{there.folder}/{Path(job.run_dir).name}")
+    check(job, theirs)
+    return backend(site.scheduler).texts(job, theirs, there)
+
+
+def first_commands(site: Site) -> list[str]:
+    """Returns the commands by which a launch through a login node begins; nothing is run."""
+    there = _there(site)
+    source = str(there.source)
+    commands = [] if there is site.there else [_look(source)]
+    return [told(str(site.login), each) for each in (*commands, command(source, there.python, "cluster.login.answer"))]
 
 
 def attach(run_dir: Path, site: Site, directory: str) -> Job:
@@ -108,33 +120,49 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     return "\n".join([*loads, shlex.join([python, "-c", code])])
 
 
-def _translated(job: JobSpec, mirror: Mirror) -> JobSpec:
+def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSpec:
     """Returns a job with the Python and the paths of the other side."""
-    words = {sys.executable: mirror.python, job.run_dir: mirror.directory}
+    words = {sys.executable: python, job.run_dir: directory}
     argv = tuple(words.get(word, word) for word in job.argv)
-    return job.replace(run_dir=mirror.directory, working_directory=mirror.source, argv=argv)
+    return job.replace(run_dir=directory, working_directory=source, argv=argv)
 
 
 def _mirror(site: Site, directory: str | None, name: str = "") -> Mirror:
     assert site.login is not None
-    if site.there is None:
-        raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
-                          f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
-    there = site.there
+    there = _there(site)
     check_submittable(site.replace(slurm=None))  # whoever attaches needs no account
-    source = there.source or _synced(site.login, there)
+    source = str(there.source)
+    if there is not site.there:  # which says sync
+        _sync(site.login, source)
     directory = f"{there.folder}/{name}" if directory is None else directory
     return Mirror.sealed(login=site.login, python=there.python, source=source, directory=directory)
 
 
-def _synced(login: str, there: There) -> str:
-    """Returns the folder there that holds this very source, named by its hash; sends it unless it is there."""
-    packed = source_archive()
-    folder = f"{there.folder}/source/{hashlib.sha256(packed).hexdigest()[:16]}"
-    place, new = shlex.quote(folder), shlex.quote(f"{folder}.new")
-    if b"yes" not in ssh(login, f"test -d {place} && echo yes || echo no"):
-        ssh(login, f"rm -rf {new} && mkdir -p {new} && tar -xzf - -C {new} && mv -T {new} {place}", packed)
-    return folder
+def _there(site: Site) -> There:
+    """Returns a site's [there] with its source: where this very one is sent, by its hash, if the site says sync."""
+    if site.there is None:
+        raise ConfigError(f"site.there: missing. With login = {site.login!r} the site file says under [there] which "
+                          f"`python` runs there and in which `folder` runs lie.")  # fmt: skip
+    if site.there.source:
+        return site.there
+    # One for each user of a common folder, since nobody runs what somebody else has put there.
+    parent = f"{site.there.folder}{SYNCED}{os.environ.get('USER', os.getuid())}"
+    source = f"{parent}/{hashlib.sha256(source_archive()).hexdigest()[:16]}"
+    return site.there.replace(source=source, sync=False)
+
+
+def _look(source: str) -> str:
+    return f"test -d {shlex.quote(source)} && echo yes || echo no"
+
+
+def _sync(login: str, source: str) -> None:
+    """Sends this source unless it is there; whose it is, is tested whenever it is used."""
+    if b"yes" in ssh(login, _look(source)):
+        return
+    place, new, parent = map(shlex.quote, (source, f"{source}.new", os.path.dirname(source)))
+    make = f"mkdir -p {parent} && umask 077 && rm -rf {new} && mkdir -m 700 {new}"  # of which no ACL makes more
+    fill = f"{make} && cd {new} && {IS_OWN} && tar -xzf - && mv -T {new} {place}"
+    ssh(login, f"exec bash -c {shlex.quote(fill)}", source_archive())
 
 
 def source_archive() -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
 from cluster.render import check_submittable, scripts, slurm_table, warnings
-from cluster.site import Site
+from cluster.site import Site, There
 from cluster.slurm import preflight
 from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
@@ -51,9 +51,12 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     return Job.attach(run_dir)
 
 
-def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the scripts of a job by their names in the run directory, in order of submission."""
-    return slurm_scripts(job, site, slurm_table(site), warnings=warnings(job, site))
+def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
+    """Returns the scripts of a job by their names in the run directory, in order of submission.
+
+    `there` names the Python and the source that run them, by default these.
+    """
+    return slurm_scripts(job, site, slurm_table(site), warnings(job, site, there and there.python), there)
 
 
 def cancel(job: SchedulerJob, run_dir: Path) -> None:

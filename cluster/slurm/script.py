@@ -16,7 +16,7 @@ from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.record import counted
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
-from cluster.site import Site
+from cluster.site import Site, There
 
 PACKAGE_ROOT = Path(__file__).parents[2]
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
@@ -24,16 +24,19 @@ FIRST_PORT, NUM_PORTS = 20000, 12000  # below the range from which Linux takes t
 RULER = "# " + "-" * 100
 
 
-def slurm_scripts(job: JobSpec, site: Site, slurm: Slurm, warnings: list[str]) -> dict[str, str]:
+def slurm_scripts(
+    job: JobSpec, site: Site, slurm: Slurm, warnings: list[str], there: There | None = None
+) -> dict[str, str]:
     """Returns the scripts of a job that fits the site by file name, in order of submission, warnings at the top."""
+    python, source = (there.python, there.source) if there else (sys.executable, PACKAGE_ROOT)
     notes = [f"# WARNING: {text}" for text in warnings]
-    common = [*_environment(job, slurm), *_meeting_point(slurm)]
-    run = [*common, *_broadcast(job, slurm), *_ranks(job, slurm), *_cache_to_nodes(job, slurm)]
-    run += _supervised(job, slurm)
+    common = [*_environment(job, slurm, python), *_meeting_point(slurm)]
+    run = [*common, *_broadcast(job, slurm), *_ranks(job, slurm, python), *_cache_to_nodes(job, slurm)]
+    run += _supervised(job, slurm, python, str(source))
     texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm), *run]}
     if slurm.compilation:
         ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, compiling=True), *common]
-        ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, compiling=True)]
+        ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, python, compiling=True)]
         ahead += _compile(job, slurm, slurm.compilation)
         texts = {"compile.sh": ahead, **texts}
     return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
@@ -75,7 +78,7 @@ def _directives(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str
     return [RULER, *(f"#SBATCH {option}" for option in (*options, *slurm.sbatch_options))]
 
 
-def _environment(job: JobSpec, slurm: Slurm) -> list[str]:
+def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
     variables = {
         "OMP_NUM_THREADS": str(slurm.cpus_per_task if slurm.cpus_per_task and slurm.launcher == "srun" else 1),
         "PYTHONUNBUFFERED": "1",
@@ -90,7 +93,7 @@ def _environment(job: JobSpec, slurm: Slurm) -> list[str]:
         RULER,
         'fail() { echo "$*" >&2; exit 1; }',
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
-        f'export PATH={quote(str(Path(sys.executable).parent))}:"$PATH"',
+        f'export PATH={quote(str(Path(python).parent))}:"$PATH"',
         *(f"module load {quote(m)} || fail {quote(f'the module {m} cannot be loaded')}" for m in slurm.modules),
         *_exports(variables),
         *slurm.setup,
@@ -126,7 +129,7 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
     ]
 
 
-def _ranks(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
+def _ranks(job: JobSpec, slurm: Slurm, python: str, compiling: bool = False) -> list[str]:
     """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a node, `run_node`."""
     direct, per_node = slurm.launcher == "srun", job.num_processes // job.num_nodes
     identity = [
@@ -138,7 +141,7 @@ def _ranks(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
     # Of many, the others go on with the log of their node, which the supervisor names to srun.
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
-    command = [*(prefix if direct else []), *_command(job, slurm)]
+    command = [*(prefix if direct else []), *_command(job, slurm, python)]
     body = [
         *([*identity, *slurm.task_setup] if direct else []),
         compile_log if compiling else log,
@@ -150,7 +153,7 @@ def _ranks(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
     lines = [RULER, "# What each rank runs.", *_function("run_rank", body)]
     if direct:
         return lines
-    agent = [*prefix, _interpreter(job, slurm), "-m", "torch.distributed.run"]
+    agent = [*prefix, _interpreter(job, slurm, python), "-m", "torch.distributed.run"]
     body = [
         *slurm.task_setup,
         # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their checkpoint is written.
@@ -177,15 +180,15 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
     ]
 
 
-def _supervised(job: JobSpec, slurm: Slurm) -> list[str]:
-    python = "python" if _has_own_environment(slurm) else quote(sys.executable)
+def _supervised(job: JobSpec, slurm: Slurm, python: str, source: str) -> list[str]:
+    keeper = "python" if _has_own_environment(slurm) else quote(python)
     return [
         RULER,
         "# The supervisor counts the attempt (KIT_ATTEMPT), turns signals into requests to save and stop, ends ranks",
         "# that hang, requeues the job, and records its end. The keeper of each task tells it that the node is alive.",
-        f"cd {quote(str(PACKAGE_ROOT))} || fail 'the kit is not visible on this node'",
-        f'exec {quote(sys.executable)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
-        *_srun(job, slurm, keeper=f"{python} -S -m {KEEPER} "),
+        f"cd {quote(source)} || fail 'the kit is not visible on this node'",
+        f'exec {quote(python)} -m {SUPERVISOR} "$KIT_RUN_DIR" -- \\',
+        *_srun(job, slurm, keeper=f"{keeper} -S -m {KEEPER} "),
     ]
 
 
@@ -236,15 +239,15 @@ def _function(name: str, body: list[str]) -> list[str]:
     return [f"{name}() {{", *(f"    {line}" for line in body), "}", f"export -f {name}"]
 
 
-def _command(job: JobSpec, slurm: Slurm) -> list[str]:
-    return [_interpreter(job, slurm), *job.argv[1:]] if _is_python(job.argv[0]) else [*job.argv]
+def _command(job: JobSpec, slurm: Slurm, python: str) -> list[str]:
+    return [_interpreter(job, slurm, python), *job.argv[1:]] if _is_python(job.argv[0]) else [*job.argv]
 
 
-def _interpreter(job: JobSpec, slurm: Slurm) -> str:
+def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
     """Returns the Python of the ranks: that of the broadcast environment, which is first in PATH, if there is one."""
     if _has_own_environment(slurm):
         return "python"
-    return job.argv[0] if _is_python(job.argv[0]) else sys.executable
+    return job.argv[0] if _is_python(job.argv[0]) else python
 
 
 def _has_own_environment(slurm: Slurm) -> bool:

@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from cluster.login.submit import attach as attach_run
+from cluster.login.submit import first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
@@ -148,7 +149,8 @@ def _seconds(minutes: float | None) -> float | None:
 def _show(run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: float | None, where: str) -> None:
     """Prints every script to standard output, and to standard error what nobody but the user can fill in.
 
-    A login node writes the scripts of its jobs; it is not asked before the site file says all that it has to.
+    A login node is not asked; the commands by which it would be are printed, since the site file says what they run.
+    Of such a site no script is shown before the file says all that it has to.
     """
     prepared = Run(run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=recipe, site=site)
     asked.plan.check(asked.spec)
@@ -168,8 +170,12 @@ def _show(run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: flo
             _tell_data(asked, recipe)
         except DataError as error:
             left.append(f"recipe.data: {error}")
+    said = PlainConsole(stderr=True, soft_wrap=True)
+    if site.login and texts:
+        said.print(f"A launch begins on {site.login} by:")
+        for line in first_commands(site):
+            said.print(Text(f"  {line}"))
     if left:
-        said = PlainConsole(stderr=True, soft_wrap=True)
         said.print("Still to fill in:")
         for line in left:
             said.print(Text(f"  {line}"))

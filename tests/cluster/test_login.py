@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from cluster.record import ConfigError
 from cluster.render import render
 from cluster.site import Site, There
 from cluster.state import JobError, JobState
+from kit import launcher
 from kit.commands.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
@@ -120,7 +122,8 @@ def test_launch_of_a_training_run(behind, tmp_path):
     run.job.cancel()
     assert eventually(lambda: run.job.status().state.is_final), run.job.status()
     assert kit.Run.open(there).recipe == kit.Run.open(here).recipe and run.is_mirror
-    told = render(job_spec(here), behind)
+    told = render(launcher.job_spec(run), run.site)
+    assert told == (there / "submit.sh").read_text(), "as it is shown before"
     assert str(there) in told and str(here) not in told
     (there / "checkpoints" / "step_00000005").mkdir(parents=True)
     (there / "checkpoints" / "step_00000005" / "manifest.json").write_text("{}")
@@ -198,12 +201,61 @@ def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch)
 def test_source_travels_once(behind, tmp_path, monkeypatch):
     site = behind.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
     refuse_lacking(site, [str(tmp_path)], "torch")
-    (folder,) = (tmp_path / "there" / "source").iterdir()
+    (folder,) = (tmp_path / "there").glob("kit-source-*/*")
     assert (folder / "cluster" / "login" / "answer.py").exists() and (folder / "kit" / "train.py").exists()
     assert source_archive() == source_archive()
     before = folder.stat().st_ctime_ns
     refuse_lacking(site, [str(tmp_path)], "torch")
     assert folder.stat().st_ctime_ns == before and len(list(folder.parent.iterdir())) == 1
+
+
+@pytest.fixture
+def next_door(tmp_path, monkeypatch):
+    """A site whose login node is this machine: a stand-in for ssh runs the command here, all of it readable by all."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/bash\ncase " $* " in *" -G "*) exit 1 ;; esac\numask 0\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    site = Site.load("laptop").replace(scheduler="slurm", login="frontier", name="mine")
+    return site.replace(there=There(python=sys.executable, folder=str(tmp_path / "there"), sync=True))
+
+
+def test_source_that_was_sent_is_its_users_alone(next_door, tmp_path):
+    refuse_lacking(next_door, [], "torch")
+    (folder,) = (file.parents[2] for file in tmp_path.glob("there/*/*/cluster/login/answer.py"))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    pwned = tmp_path / "pwned"
+    (folder / "cluster" / "login" / "answer.py").write_text(f"open({str(pwned)!r}, 'w')")
+    theirs = [lambda: folder.chmod(0o770), lambda: folder.chmod(0o707)]
+    theirs += [lambda: folder.chmod(0o700) or os.chown(folder, 65534, 65534)] if os.geteuid() == 0 else []
+    (tmp_path / "run").mkdir()
+    for done in theirs:
+        done()
+        with pytest.raises(JobError, match=rf"frontier: .*{folder} is no folder that you alone can write to.*Remove"):
+            refuse_lacking(next_door, [], "torch")
+        mine = mirror.Mirror.sealed(login="frontier", python=sys.executable, source=str(folder), directory="/run")
+        with pytest.raises(JobError, match="alone can write to"):
+            mine.ask(do="asked")
+        assert not pwned.exists()
+
+
+def test_scripts_of_the_other_side_name_nothing_of_this_machine():
+    """Nor does the advice in them about many nodes; rendered without asking, so no login node is needed."""
+    there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
+    site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
+    job = job_spec(ROOT / "run").replace(num_nodes=20, num_processes=20)
+    told = render(job.replace(argv=(sys.executable, "-m", "kit.train", "--run", job.run_dir)), site)
+    assert "tar -C /opt/env -cf" in told and "exec /opt/env/bin/python -m kit.train --run /project/runs/run" in told
+    assert str(ROOT) not in told and str(Path(sys.executable).parent) not in told
+
+
+def test_source_that_a_site_file_names_may_be_anybodys(next_door, tmp_path):
+    source = tmp_path / "opt" / "kit"
+    shutil.copytree(ROOT / "cluster", source / "cluster")
+    source.chmod(0o777)
+    refuse_lacking(next_door.replace(there=next_door.there.replace(sync=False, source=str(source))), [], "torch")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from cluster import local
 from cluster.job import Job
 from cluster.site import Site
+from cluster.state import JobError
 from kit import launcher
 from kit.commands.app import app
 from kit.commands.asked import ask_for, on_devices, read_data, read_phases
@@ -280,3 +282,41 @@ def test_other_weights_need_a_mix_and_come_in_order(tiny_dataset) -> None:
     mix = ("--data", f"0.7={folder}", "--data", f"0.3={folder}")
     refused("phases[1].until_tokens: 5.0 is not allowed", *mix, "--then", "9=1,0", "--then", "5=0,1")
     refused("sources: weights", *mix, "--then", "9=0,0")
+
+
+BEHIND = """
+name = "mine"
+description = "behind a login node"
+scheduler = "slurm"
+devices_per_node = 1
+login = "frontier"
+there = { python = "/opt/their python", folder = "/project/runs", %s }
+device = { name = "one CPU core" }
+slurm = { partition = "batch" }
+"""
+
+
+@pytest.mark.parametrize("source", ['source = "/opt/kit"', "sync = true"])
+def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.toml").write_text(BEHIND % source)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/bash\nprintf \'%s\\0\' "${{@: -1}}" >>{tmp_path}/asked\n[ "${{@: -1}}" != frontier ]\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    before = {*tmp_path.rglob("*")}
+    launch("--site", "mine.toml", "--data", "/data", "--show")
+    assert {*tmp_path.rglob("*")} == before, "nothing is started or written"
+    out, err = capsys.readouterr()
+    assert "exec '/opt/their python' -m cluster.slurm.supervisor" in out and "KIT_RUN_DIR=/project/runs/new" in out
+    assert str(tmp_path) not in out and ("cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out)
+    told = [shlex.split(line) for line in err.splitlines() if line.startswith("  ssh ")]
+    assert all(words[:-1] == ["ssh", "--", "frontier"] for words in told)
+    assert "cd /" in told[-1][-1] and "their python" in told[-1][-1] and "cluster.login.answer" in told[-1][-1]
+    with pytest.raises(JobError):
+        launch("--site", "mine.toml", "--data", "/data")
+    asked = [each for each in (tmp_path / "asked").read_text().split("\0") if each not in ("", "frontier")]
+    assert asked[0] == told[0][-1], "it is what a launch asks first"
