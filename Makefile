@@ -5,8 +5,6 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
     $$name -c '$(FITS)' 2>/dev/null && { command -v $$name; break; }; done)
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-# The dashboard's chart library, now rather than at its first use; nothing else needs it.
-CHARTS = $(BIN)/python -m kit.monitor.bundle || true
 export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server slurmdbd slurm-wlm-mysql-plugin mariadb-server
@@ -97,10 +95,8 @@ $(BIN)/python:
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) pip takes it; else the CUDA one.
 .venv/notebooks-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[notebooks]"
-	$(CHARTS)
 	touch $@
 
 .venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[notebooks,dev]"
-	$(CHARTS)
 	touch $@ .venv/notebooks-installed

@@ -33,7 +33,7 @@ def notebooks() -> list[str]:
 def test_environment_yml_equals_pyproject():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *conda, last = environment["dependencies"]
-    assert conda == ["python" + PYPROJECT["requires-python"], "pip", "nodejs>=20"]
+    assert conda == ["python" + PYPROJECT["requires-python"], "pip"]
     constraints, editable, *pip = last["pip"]
     assert (constraints, editable) == ("-c constraints.txt", "-e .")
     assert pip == [*PYPROJECT["dependencies"], *notebooks()]

@@ -170,7 +170,7 @@ def source_archive() -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for file in sorted(file for package in ("cluster", "kit") for file in (PACKAGE_ROOT / package).rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts and "node_modules" not in file.parts:
+            if file.is_file() and "__pycache__" not in file.parts:
                 about = tarfile.TarInfo(str(file.relative_to(PACKAGE_ROOT)))
                 about.size, about.mode = file.stat().st_size, 0o644
                 with file.open("rb") as content:

@@ -9,13 +9,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import anywidget
 import numpy as np
 import traitlets
 
-from kit.monitor.bundle import source
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.outlook import draw_band
 from kit.run import Run
@@ -25,6 +25,10 @@ from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, WIDTH
 
 POLL_S, TICK_S, SLOWEST_TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 2.0, 1.0, 60.0
 READING_LIMIT_S = 10.0
+STATIC = Path(__file__).parent / "static"
+# uPlot, the chart library (MIT), comes first: the others use it.
+SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
+STYLES = ("vendor/uPlot.min.css", "dashboard.css")
 _SHOWN: dict[str, tuple[str, list["Monitor"]]] = {}
 """For each notebook cell: the id of its last execution and the monitors that it showed, closed when it runs again."""
 
@@ -33,10 +37,10 @@ class Monitor(anywidget.AnyWidget):
     """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act on the job.
 
     Run, baselines and smoothing are as in `Dashboard`; the slider changes the smoothing.
-
-    Raises:
-        RunError: the chart library was never fetched; the message has the command.
     """
+
+    _esm = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
+    _css = "".join((STATIC / name).read_text() for name in STYLES)
 
     frame = traitlets.Dict().tag(sync=True)
     window = traitlets.Bytes(b"").tag(sync=True)
@@ -46,7 +50,6 @@ class Monitor(anywidget.AnyWidget):
     log = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, run: Run, *, baselines: Mapping[str, Run | float] | None = None, smoothing: float = 0.9) -> None:
-        self._esm, self._css = source()
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
         self.view = View()

@@ -39,7 +39,6 @@ def measure(workplace: Path, *, install: bool = True, text_bytes: int | None = N
         phases["virtual environment"] = _timed([sys.executable, "-m", "venv", ".venv"], clone)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt"]
         phases["packages, by pip"] = _timed([*pip, "-e", ".[notebooks]"], clone)
-        phases["chart library"] = _timed([python, "-m", "kit.monitor.bundle"], clone)
     size = [] if text_bytes is None else ["--max-megabytes", str(text_bytes / 1e6)]
     phases["data set"] = _timed([python, "-m", "kit", "data", "build", "data/demo", *size], clone)
     torch_s = _timed([python, "-c", "import torch"], clone)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kit.errors import RunError
-from kit.monitor import bundle
 from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.widget import Monitor
 from kit.run import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -49,10 +48,6 @@ def browser() -> Iterator:
     )
     if CHROMIUM is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    try:
-        bundle.bundle()
-    except RunError as error:
-        pytest.skip(str(error))
     with playwright.sync_playwright() as driver:
         started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield started
@@ -68,8 +63,7 @@ class Screen:
         self.view = View()
         while self.dashboard.read():
             pass
-        script, style = bundle.source()
-        page.set_content(PAGE % (style, base64.b64encode(script.encode()).decode()))
+        page.set_content(PAGE % (Monitor._css, base64.b64encode(Monitor._esm.encode()).decode()))
         page.wait_for_function("window.ready")
         page.expose_function("kernel", self.answer)
         self.tick()

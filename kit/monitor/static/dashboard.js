@@ -1,5 +1,5 @@
 // The dashboard's front end: draws what the kernel sends, asks the kernel for everything else.
-// One module, no imports: uPlot (an IIFE that defines `uPlot`) and numbers.js are put before it when it is bundled.
+// One module, no imports: uPlot (an IIFE that defines `uPlot`) and numbers.js are put before it.
 
 // name, title, colours (light, dark), format, whether the "log y" button applies
 const PANES = [

@@ -1,4 +1,4 @@
-// How the dashboard writes numbers, places ticks, and unpacks what the kernel sends. Put before dashboard.js when it is bundled.
+// How the dashboard writes numbers, places ticks, and unpacks what the kernel sends. Put before dashboard.js.
 
 function short(v) {
   if (v == null || !isFinite(v)) return "–";
