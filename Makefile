@@ -1,4 +1,4 @@
-# make demo | test | lab | gallery | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | test | lab | gallery | validate | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
 # The first that runs: a name on the PATH may be a shim without an interpreter behind it, `python3` may be of any version.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery bench faults test-nxd nxd-source clean
+.PHONY: demo test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -56,7 +56,10 @@ lab: .venv/notebooks-installed  ## the notebooks in a browser
 	$(BIN)/jupyter lab notebooks
 
 gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures in notebooks/gallery
-	$(BIN)/python -m kit.gallery
+	$(BIN)/python -m tests.gallery
+
+validate: .venv/notebooks-installed  ## how far the planner is from what others measured: the whole table, kept in results/
+	$(BIN)/python -m tests.estimate.exams
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
 	$(BIN)/python -m tests.benchmarks

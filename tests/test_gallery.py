@@ -9,9 +9,9 @@ import nbformat
 import pytest
 from PIL import Image
 
-from kit import gallery
 from kit.errors import ConfigError
 from kit.papers import FIGURES
+from tests import gallery
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark
 
 @pytest.mark.parametrize("notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem)
 def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None:
-    page, again = gallery.GALLERY / f"{notebook.stem}.md", f"python -m kit.gallery {notebook.stem}"
+    page, again = gallery.GALLERY / f"{notebook.stem}.md", f"python -m tests.gallery {notebook.stem}"
     cells = nbformat.read(notebook, as_version=4).cells
     assert gallery.INVITATION.format(name=notebook.stem) in cells[0].source, "the way to the page"
     shown = re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -69,18 +69,13 @@ def validate(
     if rows is None and calibrate is not None:
         raise ConfigError(f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both.")
     from kit.estimate.validation.validate import validate as validate_runs
-    from kit.show.results import RESULTS, format_value, load_average, write_results
+    from kit.show.results import format_value
 
-    load = load_average()
     found = validate_runs(rows, calibrate, seed)
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
     lines = [(r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim")) for r in found]
     table = Table("", "found", "target", "met", "", title="Estimates against measurements", rows=lines)
     tell([item.to_dict() for item in found], as_json, table)
-    if rows is None:  # last, since this folder may be no place to write
-        write_results("validate", found, command="kit validate", load_before=load)
-        if not as_json:
-            console().print(f"Kept in {RESULTS / 'validate.json'}")
 
 
 @app.command()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kit.estimate.tuning.sensitivity import sensitivity_figure as sensitivity_figure
     from kit.estimate.tuning.tune import trials_figure as trials_figure
     from kit.estimate.tuning.tune import tune as tune
-    from kit.estimate.validation.new_machine import never_met as never_met
     from kit.estimate.validation.validate import predictions as predictions
     from kit.estimate.validation.validate import validate as validate
 
@@ -39,7 +38,6 @@ _NAMES = {
     "tuning.objectives": ("EstimatedRate",),
     "tuning.sensitivity": ("sensitivity", "sensitivity_figure"),
     "tuning.tune": ("trials_figure", "tune"),
-    "validation.new_machine": ("never_met",),
     "validation.validate": ("predictions", "validate"),
 }
 

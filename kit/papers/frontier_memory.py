@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.choose.figures import plain_ticks
+from kit.estimate.theory.activations import MEGATRON, MEGATRON_DEEPSPEED
+from kit.estimate.theory.layouts import Layouts
+from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.estimate.validation.memory_validation import frontier_stages, lumi_bytes
-from kit.papers.frontier_model import MODELS, facts
+from kit.papers.frontier_model import LUMI, MODELS, facts
 from kit.papers.layers import Layer, Runs, on_clusters, table
 from kit.papers.panels import draw, finish
+from kit.plan import Plan
 from kit.show.style import Rows, new_figure
 from kit.spec import ModelSpec
 
@@ -75,6 +78,32 @@ def stage_memory_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         panels = {"a": static, "b": dynamic, "c": lumi}
         notes = [_stage_note(static, dynamic, lumi)]
         return finish(figure, panels, *_stage_caption(static, dynamic), notes=notes)
+
+
+def frontier_stages() -> tuple[StageMemory, StageMemory]:
+    """Returns the modelled memory of the authors' logged run: after its skipped first step, and within it."""
+    plan = Plan(
+        tensor_parallel=4, pipeline_parallel=16, data_parallel=2, zero_stage=1, recompute="full", global_batch_size=320
+    )
+    layouts = Layouts.of(ModelSpec.preset("gpt-175b"), [plan], flash_attention=1, gradient_bytes=2.0)
+    skipped = CONVENTIONS["deepspeed_fp16_skipped"]
+    return (
+        memory_by_stage(layouts, kernels=MEGATRON_DEEPSPEED, convention=skipped),
+        memory_by_stage(layouts, kernels=MEGATRON_DEEPSPEED),
+    )
+
+
+def lumi_bytes(replicas: int) -> float:
+    """Returns the modelled bytes between steps on the last of LUMI's 8 pipeline devices, which has 7 layers."""
+    plan = Plan(
+        tensor_parallel=8, pipeline_parallel=8, data_parallel=replicas, zero_stage=1, recompute="full",
+        micro_batch_size=2, global_batch_size=1024,
+    )  # fmt: skip
+    stage = memory_by_stage(
+        Layouts.of(LUMI, [plan], flash_attention=0), layers=np.array([9] * 7 + [7]), kernels=MEGATRON,
+        convention=CONVENTIONS["deepspeed_bf16"],
+    )  # fmt: skip
+    return float((stage.state + stage.buffers)[-1])
 
 
 def _static_layers() -> list[Layer]:

@@ -24,6 +24,10 @@ from kit.spec import FlopBasis, ModelSpec
 
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
 """Names of the paper, and the presets of the same shapes."""
+LUMI = ModelSpec.gpt(
+    name="LUMI 176B", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=51_200, sequence_length=2048
+)
+"""Of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
 AUTHORS_LOG = "log 405287"
 """Of 175B on 128 GCDs, in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
 DRAWS = 300

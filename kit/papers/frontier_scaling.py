@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.estimate.validation.memory_validation import LUMI
 from kit.papers.frontier_demo import MICROBATCHES, select
 from kit.papers.frontier_model import (
+    LUMI,
     MODELS,
     compared,
     facts,

@@ -60,7 +60,7 @@ def write_headlines(directory: Path = RESULTS) -> bool:
     days = sorted(results.date.split()[0] for results in found.values())
     Results(
         name="headlines",
-        command="make bench faults`, `kit validate",
+        command="make bench faults validate",
         machine=found["validate"].machine,
         date=" to ".join(dict.fromkeys((days[0], days[-1]))),
         load_before=max(results.load_before for results in found.values()),

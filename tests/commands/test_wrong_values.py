@@ -114,20 +114,6 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place: Path, monkeypatch,
     assert said.err.startswith("Measuring ") and "demo on 2 devices of mine" in said.out
 
 
-def test_what_validate_found_is_shown_where_it_cannot_be_kept(place: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("kit.estimate.validation.validate.validate", lambda *given: [])
-    app(["validate"], standalone_mode=False)
-    assert (
-        capsys.readouterr().out.endswith("Kept in results/validate.json\n") and Path("results/validate.json").exists()
-    )
-    Path("results/validate.json").unlink()
-    Path("results").rmdir()
-    Path("results").write_text("a file")
-    with pytest.raises(OSError, match="results"):
-        app(["validate"], standalone_mode=False)
-    assert "Estimates against measurements" in capsys.readouterr().out
-
-
 def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists and is not empty"), whole_folder(tmp_path / "out"):
         (tmp_path / "out").mkdir()

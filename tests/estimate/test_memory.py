@@ -12,19 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kit.errors import ConfigError
-from kit.estimate.fit import published
-from kit.estimate.fit.memory_fit import fit_out_of_memory, fit_reserve, minimise
+from kit.estimate.fit.memory_fit import fit_reserve, minimise
 from kit.estimate.theory.activations import KIT, MEGATRON, in_flight, layer_activations
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, TERMS, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.estimate.validation.memory_validation import memory_validation
 from kit.model import Block, Decoder
 from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
 from kit.plan import Plan
 from kit.spec import PRESETS, ModelSpec
+from tests.estimate.exams.memory import fit_out_of_memory, memory_exam
 from tests.estimate.live_bytes import LiveBytes
 
 SHAPES = dict(name="tiny", num_layers=4, hidden_size=128, num_heads=4, vocab_size=512, sequence_length=64)
@@ -266,19 +265,11 @@ def test_float32_is_enough():
 
 
 def test_published_measurements_are_met():
-    rows = memory_validation()
+    rows = memory_exam()
     judged = {row.name: row for row in rows if row.ok is not None}
     assert len(judged) == 11 and all(row.ok for row in judged.values()), rows
     missed = next(row for row in rows if row.name.endswith("numbers as shipped (783): missed"))
     assert 0 < missed.value < 20
-
-
-def test_a_file_with_one_model_size_is_scored_by_the_shipped_numbers():
-    runs = [run for run in published.load() if run.spec.name == "Llama-30B" and "Aleph Alpha" in run.source]
-    rows = memory_validation(runs)
-    assert [row.name.split(": ")[1] for row in rows] == ["accuracy", "missed", "false alarms"]
-    assert rows[0].ok
-    assert memory_validation([run for run in runs[:1] if run.kind == "none"]) == []
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

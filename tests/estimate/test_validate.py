@@ -10,7 +10,10 @@ from kit.estimate.fit import fitting, interval
 from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.published import FILE
 from kit.estimate.theory.hardware import GUESS, NAMES, Coefficients
-from kit.estimate.validation import new_machine, validate
+from kit.estimate.validation import validate
+from tests.estimate.exams import new_machine
+from tests.estimate.exams.everything import everything as all_rows
+from tests.estimate.exams.everything import regret
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +23,7 @@ def everything():
 
 @pytest.fixture(scope="module")
 def table():
-    return {row.name: row for row in validate.validate()}
+    return {row.name: row for row in all_rows()}
 
 
 def test_every_published_target_is_met(table):
@@ -141,8 +144,8 @@ def test_held_out_groups_are_whole(everything, monkeypatch):
 def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everything):
     machine = everything["KAIST multi-node"]
     seconds = machine.rows.seconds
-    assert validate.regret(machine.runs, seconds, lambda run: run.spec.hidden_size) == (0.0, 4)
-    lost, _ = validate.regret(machine.runs, 1 / seconds, lambda run: run.spec.hidden_size)
+    assert regret(machine.runs, seconds, lambda run: run.spec.hidden_size) == (0.0, 4)
+    lost, _ = regret(machine.runs, 1 / seconds, lambda run: run.spec.hidden_size)
     assert lost > 0.2
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kit.errors import ConfigError
-from kit.gallery import GALLERY
 from kit.papers.claims import TITLES, Claim, checked, claims, page
+from tests.gallery import GALLERY
 
 OF_STUDIES = ("hlat-precision",)
 """Figures of studies of this machine, which a fresh clone has not made."""

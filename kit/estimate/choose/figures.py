@@ -1,6 +1,6 @@
 """Pictures of estimates: memory by stage, time by term, the front of time and memory, predicted against measured."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -153,30 +153,3 @@ def plain_ticks(axis: Any) -> None:
         side.set_major_locator(LogLocator(subs=(1, 2, 5)))
         side.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         side.set_minor_formatter(NullFormatter())
-
-
-def never_met_figure(trials: Sequence[Any]) -> tuple[Any, Rows]:
-    """Returns the errors of machines never met within their 90 % intervals, with 0 and with 5 runs, and their table.
-
-    `trials` come from `never_met`: measured over predicted time of each run, and the interval of the median run.
-    """
-    rows: Rows = []
-    names = list(dict.fromkeys(each.name for each in trials))
-    with new_figure(1, 2, height=4.2, sharey=True, sharex=True) as (figure, axes):
-        for axis, count in zip(axes, (0, 5), strict=True):
-            for each in (trial for trial in trials if trial.num_runs == count):
-                place, width = names.index(each.name), float(np.median(each.half))
-                axis.barh(place, 2 * np.sinh(width), left=np.exp(-width), color=BLUE, alpha=0.25, height=0.7)
-                outside = np.abs(each.off) > each.half
-                for mask, colour in ((~outside, BLUE), (outside, VERMILION)):
-                    axis.plot(np.exp(-each.off[mask]), np.full(mask.sum(), place), ".", color=colour, alpha=0.6)
-                rows.append({"machine and code base": each.name, "runs": count, "mean error": each.error,
-                             "held": each.held(each.half), "times or divided by": float(np.exp(width))})  # fmt: skip
-            axis.axvline(1, color=GREY, linewidth=1)
-            axis.set_xscale("log")
-            axis.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
-            axis.minorticks_off()
-            axis.set(title=f"{count} of its runs seen", xlabel="measured / predicted")
-        axes[0].set_yticks(range(len(names)), names)
-        axes[0].invert_yaxis()
-    return figure, rows

@@ -2,7 +2,7 @@
 
 What a step takes is ln-normal about the model, with a variance of three parts: what is not known of the coefficients,
 what the formula itself gets wrong on this machine (believed beforehand, then told by its runs, each as if left out),
-and what no fit has seen. The scales are chosen on machines and code bases left out (`validation/new_machine.py`).
+and what no fit has seen. The scales are chosen on machines and code bases left out (`make validate`).
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ BALANCES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """How wide intervals are: the narrowest of `new_machine.GRID` that hold 90 % on left-out machines."""
+    """How wide intervals are: the narrowest that hold 90 % on left-out machines (`make validate`)."""
 
     misfit: float = 0.08
     """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""

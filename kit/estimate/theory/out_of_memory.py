@@ -46,7 +46,7 @@ RESERVE = Reserve(
     sharpness=21.0,
     source="783 runs of Llama 13B and 30B on A100, 480 of them out of memory (Aleph Alpha, arXiv 2311.05610)",
 )
-"""Fitted by `memory_fit`, scored by `kit validate`: what a run needs. A monitor shows more, since allocators keep
+"""Fitted and scored by `make validate`: what a run needs. A monitor shows more, since allocators keep
 what they freed:"""
 MONITOR_RESERVE = RESERVE.replace(
     factor=1.18, extra_bytes=6.9e9, source="34 readings of BLOOM's prequel runs on A100 (BigScience tr11 chronicles)"

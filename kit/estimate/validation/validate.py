@@ -1,23 +1,19 @@
 """Validation as a command: the estimator's error on published runs, with whole groups held out. No torch.
 
 For each machine the prior is the population of all other machines, so that nothing of a machine is known beforehand;
-its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it.
+its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it; `make validate` adds
+machines never met, memory, and how good the choices are.
 """
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 
 from kit.estimate.fit import fitting, interval
 from kit.estimate.fit.fitting import Prior
-from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.machines import Group, Machine, machines, population_without, size_of
-from kit.estimate.validation.memory_validation import memory_validation
-from kit.estimate.validation.new_machine import new_machine
-from kit.estimate.validation.search_validation import search_validation
+from kit.estimate.validation.machines import Machine, machines, population_without
 from kit.show.results import Row, row
 
 SELENE_FITTED = ("factor",)
@@ -41,19 +37,6 @@ def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[A
     return error, half
 
 
-def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
-    """Returns (how much slower the predicted best is than the measured best, averaged over groups, their number)."""
-    lost = []
-    keys = [group(run) for run in runs]
-    for key in dict.fromkeys(keys):
-        members = [i for i, each in enumerate(keys) if each == key]
-        if len(members) >= 4:
-            cost = np.array([runs[i].num_devices / runs[i].global_batch_size for i in members])
-            measured = cost * [runs[i].step_time_s or np.nan for i in members]
-            lost.append(measured[np.argmin(cost * predicted_s[members])] / measured.min() - 1)
-    return float(np.mean(lost)) if lost else float("nan"), len(lost)
-
-
 def validate(
     rows_csv: str | os.PathLike[str] | None = None, calibrate: int | None = None, seed: int = 0
 ) -> tuple[Row, ...]:
@@ -66,16 +49,12 @@ def validate(
         from kit.estimate.validation.validate_rows import validate_rows
 
         return validate_rows(rows_csv, calibrate or 0, seed)
-    everything = machines()
-    priors = {name: population_without(everything, machine.family) for name, machine in everything.items()}
-    errors, table = {}, []
-    for name, machine in everything.items():
-        errors[name], half = _held_out(machine, priors[name])
-        table += _rows_of_machine(machine, errors[name], half)
-    table.append(_row_of_all(list(errors.values())))
-    table += new_machine(everything)
-    table += _regret_rows(everything, errors)
-    return tuple([*table, *memory_validation(), *search_validation()])
+    everything, errors, table = machines(), [], []
+    for machine in everything.values():
+        error, half = _held_out(machine, population_without(everything, machine.family))
+        errors.append(error)
+        table += _rows_of_machine(machine, error, half)
+    return (*table, _row_of_all(errors))
 
 
 LIMITS = {
@@ -135,16 +114,3 @@ def _row_of_all(errors: list[Array]) -> Row:
     note += f"group (mean by machine {100 * min(means):.0f} to {100 * max(means):.0f} %)"
     name = "published runs, their own group held out: median error"
     return row(name, float(np.median(runs)), "fraction", note=note)
-
-
-def _regret_rows(everything: dict[str, Machine], errors: dict[str, Array]) -> list[Row]:
-    rows = []
-    for name, group in (
-        ("KAIST multi-node", size_of),
-        ("Aleph Alpha", lambda run: (run.spec.hidden_size, run.num_devices, run.spec.sequence_length)),
-    ):
-        machine = everything[name]
-        lost, count = regret(machine.runs, machine.rows.seconds * (1 + errors[name]), group)
-        rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02,
-                        note=f"{count} groups; predictions with the model size held out"))  # fmt: skip
-    return rows

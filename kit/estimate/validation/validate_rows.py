@@ -12,7 +12,7 @@ from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.memory_validation import memory_validation
+from kit.estimate.validation.memory_readings import readings
 from kit.show.results import Row, row
 
 
@@ -46,7 +46,7 @@ def validate_rows(file: str | os.PathLike[str], calibrate: int = 0, seed: int = 
         table.append(row("all rows: median error", float(np.median(off)), "fraction"))
         table.append(row("all rows: worst error", float(off.max()), "fraction"))
         table.append(row("all rows: 90 % interval holds", float(covered.mean()), "fraction"))
-    table += memory_validation(runs)
+    table += readings([run for run in runs if run.memory_bytes])
     table.append(row("rows refused", len(refused), note=_reasons(refused)))
     table.append(row("rows left out", len(left_out), note=_reasons(left_out)))
     return tuple(table)

@@ -8,7 +8,9 @@ the kit uses) and conformal (the quantile of normalised errors, each stranger co
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from kit.estimate.fit.measured_rows import rows_of
 from kit.estimate.theory.layouts import Array
 from kit.estimate.validation.machines import Choice, Machine, machines
 from kit.show.results import Row, row
+from kit.show.style import new_figure
+from kit.show.theme import BLUE, GREY, VERMILION
 
 COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
 """Runs of the stranger, and how many others it must have to be scored after them."""
@@ -234,6 +238,30 @@ def never_met(strangers: Strangers | None = None) -> list[Met]:
                 met.append(Met(name=one.name, num_runs=count, off=trial.off, half=trial.half(scales),
                                  conformal=conformal(trial, others[count])))  # fmt: skip
     return met
+
+
+def never_met_figure(trials: Sequence[Met]) -> Any:
+    """Returns a picture of machines never met: errors within their 90 % intervals, with 0 and with 5 of their runs.
+
+    `trials` come from `never_met`: measured over predicted time of each run, and the interval of the median run.
+    """
+    names = list(dict.fromkeys(each.name for each in trials))
+    with new_figure(1, 2, height=4.2, sharey=True, sharex=True) as (figure, axes):
+        for axis, count in zip(axes, (0, 5), strict=True):
+            for each in (trial for trial in trials if trial.num_runs == count):
+                place, width = names.index(each.name), float(np.median(each.half))
+                axis.barh(place, 2 * np.sinh(width), left=np.exp(-width), color=BLUE, alpha=0.25, height=0.7)
+                outside = np.abs(each.off) > each.half
+                for mask, colour in ((~outside, BLUE), (outside, VERMILION)):
+                    axis.plot(np.exp(-each.off[mask]), np.full(mask.sum(), place), ".", color=colour, alpha=0.6)
+            axis.axvline(1, color=GREY, linewidth=1)
+            axis.set_xscale("log")
+            axis.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
+            axis.minorticks_off()
+            axis.set(title=f"{count} of its runs seen", xlabel="measured / predicted")
+        axes[0].set_yticks(range(len(names)), names)
+        axes[0].invert_yaxis()
+    return figure
 
 
 def new_machine(everything: dict[str, Machine]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""`python -m kit.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, as a page with pictures.
+"""`python -m tests.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, a page with pictures.
 
 Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every table as CSV, and
 the sheet of the paper's claims is made.
@@ -127,7 +127,7 @@ def _hosted(text: str, stem: str) -> str:
 
 def main() -> int:
     """Runs the named notebooks, by default all, replaces their pictures and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kit.gallery", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.gallery", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="e.g. 00_quickstart; default all")
     options = parser.parse_args()
     notebooks = {file.stem: file for file in sorted(NOTEBOOKS.glob("*.ipynb"))}

@@ -1,4 +1,4 @@
-"""Speed of the search, as rows of `kit validate`."""
+"""Speed of the search, as rows of `make validate`."""
 
 import time
 
@@ -11,7 +11,7 @@ from kit.spec import ModelSpec
 REPEATS = 5
 
 
-def search_validation() -> list[Row]:
+def search_exam() -> list[Row]:
     """Returns layouts per second (time and memory) on one core, and seconds of the largest search."""
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     found = search(spec, site, 3072, 9600)

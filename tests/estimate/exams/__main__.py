@@ -1,0 +1,19 @@
+"""`python -m tests.estimate.exams`: the whole table, kept in results/, and the picture of machines never met."""
+
+import io
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from kit.show.results import load_average, write_results
+from tests.benchmarks.tables import table
+from tests.estimate.exams.everything import everything
+from tests.estimate.exams.new_machine import never_met, never_met_figure
+from tests.gallery import DPI, GALLERY, fewer_colours
+
+load = load_average()
+results = write_results("validate", everything(), command="make validate", load_before=load)
+Console().print(Markdown(table(results)))
+picture = io.BytesIO()
+never_met_figure(never_met()).savefig(picture, format="png", dpi=DPI)
+(GALLERY / "never_met.png").write_bytes(fewer_colours(picture.getvalue()))
