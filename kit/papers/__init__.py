@@ -131,7 +131,7 @@ FRONTIER_NOT_DRAWN = {
     "its abstract, its authors' code and logs, and others' accounts. So sections stand where numbers should.",
     "figure 5: node of Frontier": "A drawing, no data; its numbers are in the site file `frontier`.",
     "diagrams of the parallel strategies (sec. II)": "Drawings, no data; 01_build_the_model draws the kit's own.",
-    "the order of SHAP values": "It is remembered only; the one drawn is that of the kit's search.",
+    "the order of SHAP values": "It is remembered only; drawn are shares of the variance in the kit's search.",
     "count, failures and best layout of its search": "These were not found.",
     "training loss": "The paper is a throughput study; no model was trained to convergence.",
 }

@@ -26,7 +26,7 @@ SPACE: dict[str, tuple] = {
     "num_nodes": (2,),
 }  # fmt: skip
 """Of the search on this machine; most of it the study runs anyway. TP 2 with PP 2 needs four of two cores and fails."""
-SEARCH = "search.json"
+SEARCH = "search.journal"
 """Where `demo_search` keeps its trials, beside the runs."""
 ATTENTION = "attention.json"
 """Where `demo_attention` keeps its times."""

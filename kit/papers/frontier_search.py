@@ -58,17 +58,17 @@ def search_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns how much each parameter mattered in those searches (mean size of its Shapley value), and the table."""
-    panels = {f"{name}: TFLOP/s per GCD": [_importance(name)] for name in SPACES}
+    """Returns what each parameter mattered in those searches (its share of the variance), and the table."""
+    panels = {f"{name}: % of the variance": [_importance(name)] for name in SPACES}
     for folder, trials in demo_searches(runs).items():
-        panels[f"{folder.name}: tokens/s"] = [_demo_importance(trials, folder)]
+        panels[f"{folder.name}: % of the variance"] = [_demo_importance(trials, folder)]
     bars = [len(layer.y) for [layer] in panels.values()]
     height = 0.36 * sum(bars) + 0.6 * len(bars) + 0.9
     with new_figure(len(panels), height=height, squeeze=False, height_ratios=bars) as (figure, axes):
         for axis, (title, [layer]) in zip(axes[:, 0], panels.items(), strict=True):
             colour = DEMO_COLOURS[0] if layer.kind == "measured" else BLUE
             drawn = axis.barh(range(len(layer.y)), layer.y, color=colour, height=0.6)
-            axis.bar_label(drawn, fmt="%.4g", padding=3)
+            axis.bar_label(drawn, fmt="%.1f", padding=3)
             axis.set_yticks(range(len(layer.y)), [name.replace("_", " ") for name in layer.names])
             axis.set(title=title, xlim=(0, 1.25 * max(layer.y.max(), 1e-9)))
             axis.invert_yaxis()
@@ -78,9 +78,12 @@ def sensitivity_figure(runs: Runs = ()) -> tuple[Any, Rows]:
         return finish(
             figure,
             panels,
-            "How much each parameter mattered: mean size of its Shapley value.",
-            misses="The paper's own ranking is remembered only, so it is not drawn.",
-            notes=["Shapley values are exact, over the trials; a failed trial counts as the worst that succeeded."],
+            "How much each parameter mattered: share of the variance.",
+            misses="The paper's ranking, by SHAP values, is only remembered: not drawn.",
+            notes=[
+                "Functional ANOVA of a random forest fitted to the trials; a failed trial counts as the "
+                "worst that succeeded. SHAP values are another measure: mean sizes of effects, not shares."
+            ],
         )
 
 
@@ -133,18 +136,16 @@ def _best_layer(name: str) -> Layer:
 
 @lru_cache(maxsize=4)
 def _importance(name: str) -> Layer:
-    trials, grid = _search(name)
-    return _bars(name, sensitivity(trials, grid).importance, _unit(name), kind="modelled", source=model_error())
+    return _bars(name, _search(name)[0], kind="modelled", source=model_error())
 
 
 def _demo_importance(trials: Trials, folder: Path) -> Layer:
-    source = f"{demo_source([folder])}; a random forest fitted to the trials"
     own: dict[str, Any] = {"kind": "measured", "scale": "demo", "runs": (folder.name,)}
-    return _bars("this machine", sensitivity(trials).importance, 1.0, source=source, **own)
+    return _bars("this machine", trials, source=demo_source([folder]), **own)
 
 
-def _bars(label: str, importance: dict[str, float], unit: float, **fields: Any) -> Layer:
-    shown = {name: unit * size for name, size in importance.items() if size > 1e-9}
+def _bars(label: str, trials: Trials, **fields: Any) -> Layer:
+    shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
     return Layer(label=label, x=range(len(shown)), y=[*shown.values()], names=tuple(shown), **fields)
 
 

@@ -12,8 +12,6 @@ INK, GREY, SLATE, GRID, GROUND = "#222222", "#666666", "#555555", "#E6E6E6", "#F
 MUTED = "color:var(--jp-ui-font-color2,gray)"
 """Of less important words on a page: its theme's own."""
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
-CHOICES = ("#1F83C6", "#C66A14")
-"""Ends of a scale whose colours are all seen on light and on dark pages."""
 DARK = {
     light.lower(): dark
     for light, dark in {

@@ -1,8 +1,11 @@
-"""Hyperparameter search: failures, resuming, better than random, Shapley values, and real runs as the objective."""
+"""Hyperparameter search: failures, resuming, better than random, what mattered, and real runs as the objective."""
 
 import dataclasses
 import itertools
 import math
+import multiprocessing
+import os
+import signal
 import sys
 
 import numpy as np
@@ -17,7 +20,7 @@ from kit.estimate.theory.activations import KIT
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
-from kit.estimate.tuning.sensitivity import sensitivity, sensitivity_figure, shapley
+from kit.estimate.tuning.sensitivity import sensitivity, sensitivity_figure
 from kit.estimate.tuning.tune import TrialFailure, Trials, trials_figure, tune
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -78,28 +81,48 @@ def test_failures_are_kept_and_the_whole_space_is_searched_once(sampler):
 
 
 @pytest.mark.parametrize("sampler", ["random", "optuna"])
-def test_a_search_cut_off_goes_on_as_if_it_had_not_been(sampler, tmp_path):
-    whole = tune(objective, SPACE, num_trials=18, sampler=sampler, seed=1)
-    calls = []
+def test_a_killed_search_goes_on_as_if_it_had_not_been(sampler, tmp_path):
+    whole, storage, calls = tune(objective, SPACE, num_trials=18, sampler=sampler, seed=1), tmp_path / "search", []
 
-    def counted(parameters):
+    def counted(parameters, last=100):
         calls.append(parameters)
-        if len(calls) == 12:
-            raise KeyboardInterrupt
+        if len(calls) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
         return objective(parameters)
 
-    storage = tmp_path / "trials.json"
-    with pytest.raises(KeyboardInterrupt):
-        tune(counted, SPACE, num_trials=18, sampler=sampler, seed=1, storage=storage)
-    assert len(Trials.read(storage).trials) == 11
-    again = tune(counted, SPACE, num_trials=18, sampler=sampler, seed=1, storage=storage)
-    assert again == whole == Trials.read(storage)
-    assert len(calls) == 19
-    assert tune(objective, SPACE, num_trials=18, sampler=sampler, seed=2) != whole
-    with pytest.raises(ConfigError, match="holds a search with seed = 1, not 2"):
-        tune(objective, SPACE, num_trials=18, sampler=sampler, seed=2, storage=storage)
-    with pytest.raises(ConfigError, match="space"):
-        tune(objective, {**SPACE, "zero_stage": (0,)}, num_trials=18, sampler=sampler, seed=1, storage=storage)
+    options = {"space": SPACE, "num_trials": 18, "sampler": sampler, "seed": 1}
+    killed = multiprocessing.get_context("fork").Process(
+        target=lambda: tune(lambda parameters: counted(parameters, last=12), **options, storage=storage)
+    )
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and Trials.read(storage).trials == whole.trials[:11]
+    assert tune(counted, **options, storage=storage) == whole == Trials.read(storage)
+    assert [trial.parameters for trial in whole.trials[11:]] == calls, "that at which it was killed is made again"
+    assert tune(objective, **{**options, "seed": 2}) != whole
+    with pytest.raises(ConfigError, match=r'holds another search: .*"seed": 1, .* not .*"seed": 2'):
+        tune(objective, **{**options, "seed": 2}, storage=storage)
+    with pytest.raises(ConfigError, match=r'"zero_stage": \[0, 1\].* not .*"zero_stage": \[0\]'):
+        tune(objective, **{**options, "space": {**SPACE, "zero_stage": (0,)}}, storage=storage)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]\n[2]\n", '{"trials": []}\n{}\n', None])
+def test_a_file_that_holds_no_search_is_told(content, tmp_path):
+    file = tmp_path / "search"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match="search: not a search of `tune`"):
+        Trials.read(file)
+    assert file.exists() == (content is not None), "reading makes nothing"
+    if content:
+        with pytest.raises(ConfigError, match="search: not a search of `tune`"):
+            tune(objective, SPACE, num_trials=1, storage=file)
+        assert file.read_text() == content
+
+
+def test_a_search_killed_before_its_first_trial_is_begun_anew(tmp_path):
+    (tmp_path / "search").touch()
+    assert len(tune(objective, SPACE, num_trials=2, sampler="random", storage=tmp_path / "search").trials) == 2
 
 
 def test_what_counts_as_a_failure():
@@ -197,54 +220,40 @@ def test_search_finds_a_way_where_nearly_everything_fails(estimated):
     assert best["optuna"] > best["random"] + 0.05
 
 
-def test_shapley_values_of_known_functions():
-    generator = np.random.default_rng(0)
-    points, background = generator.integers(0, 4, (20, 4)), generator.integers(0, 4, (15, 4))
-
-    def known(c):
-        return 2.0 * c[0] + c[1] * c[2] + 0 * c[3]
-
-    values, base = shapley(known, points, background)
-    np.testing.assert_allclose(values.sum(axis=1) + base, known(list(points.T)))
-    np.testing.assert_allclose(values[:, 0], 2.0 * (points[:, 0] - background[:, 0].mean()))
-    np.testing.assert_allclose(values[:, 3], 0)
-    swapped, _ = shapley(known, points[:, [0, 2, 1, 3]], background[:, [0, 2, 1, 3]])
-    np.testing.assert_allclose(swapped, values[:, [0, 2, 1, 3]])
+def test_what_matters_is_what_the_objective_is_made_of():
+    space = {"a": (1, 2, 3, 4, 5), "nothing": (1, 2, 3), "b": (1, 2, 3, 4, 5), "one": ("only",)}
+    trials = tune(lambda x: 3.0 * x["a"] + x["b"], space, num_trials=60, sampler="random")
+    shares = sensitivity(trials)
+    assert list(shares)[:2] == ["a", "b"] and sum(shares.values()) == pytest.approx(1)
+    assert shares["a"] == pytest.approx(0.9, abs=0.05) and shares["nothing"] < 0.02 and shares["one"] == 0
+    failing = tune(_fails_from(3), space, num_trials=60, sampler="random")
+    assert list(sensitivity(failing))[0] == "a", "a failure is as bad as the worst success"
 
 
-def test_shapley_values_equal_those_of_the_shap_package():
-    shap = pytest.importorskip("shap")
-    from sklearn.ensemble import RandomForestRegressor
+def _fails_from(a):
+    def objective(parameters):
+        if parameters["a"] >= a:
+            raise TrialFailure("too large")
+        return 10.0 + parameters["b"] / 10
 
-    generator = np.random.default_rng(0)
-    points = generator.integers(0, 5, (40, 5)).astype(float)
-    forest = RandomForestRegressor(n_estimators=20, random_state=0).fit(points, points[:, 0] * points[:, 1])
-    explainer = shap.TreeExplainer(forest, data=points, feature_perturbation="interventional")
+    return objective
 
-    def predict(columns):
-        shape = np.broadcast_shapes(*(column.shape for column in columns))
-        rows = np.stack([np.broadcast_to(column, shape).ravel() for column in columns], axis=1)
-        return forest.predict(rows).reshape(shape)
 
-    values, base = shapley(predict, points, points)
-    np.testing.assert_allclose(values, explainer.shap_values(points), atol=1e-6)
-    assert base == pytest.approx(np.ravel(explainer.expected_value)[0])
+def test_a_search_without_two_values_tells_nothing_of_what_matters():
+    for each in (_fails_from(0), lambda _: 1.0):
+        with pytest.raises(RunError, match="3 trials, one value: nothing to explain"):
+            sensitivity(tune(each, {"a": (1, 2, 3)}, num_trials=3, sampler="random"))
 
 
 def test_sensitivity_and_figures(space, grid):
     trials = tune(_lookup(space, grid), space, num_trials=60, sampler="random")
-    result = sensitivity(trials, grid)
-    filled = np.where(np.isnan(trials.values), np.nanmin(grid), trials.values)
-    np.testing.assert_allclose(result.values.sum(axis=1) + result.mean, filled)
-    assert result.importance["num_nodes"] == pytest.approx(0, abs=1e-9)  # it has one choice
-    pytest.importorskip("sklearn")
-    assert set(sensitivity(trials).importance) == set(space)
-
+    result = sensitivity(trials)
+    assert set(result) == set(space) and result["num_nodes"] == 0, "it has one choice"
     figure, rows = sensitivity_figure(result)
     check_figure(figure)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == [row["parameter"].replace("_", " ") for row in rows]
-    assert sum(len(c.get_offsets()) for c in figure.axes[0].collections) == 60 * len(space)
+    assert [bar.get_width() / 100 for bar in figure.axes[0].patches] == [row["share of the variance"] for row in rows]
     figure, rows = trials_figure(trials, unit="tokens/s")
     check_figure(figure)
     assert len(rows) == 60 and sum(row["failure"] is not None for row in rows) == np.isnan(trials.values).sum()
@@ -258,7 +267,7 @@ def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
         spec=llama_spec.replace(vocab_size=300), recipe=recipe, directory=tmp_path / "runs", timeout_s=60
     )
     space = {"tensor_parallel": (1, 2, 4), "micro_batch_size": (2,), "num_microbatches": (2,)}
-    trials = tune(measured, space, num_trials=3, sampler="random", storage=tmp_path / "trials.json")
+    trials = tune(measured, space, num_trials=3, sampler="random", storage=tmp_path / "search")
     failed = [trial for trial in trials.trials if trial.failure]
     assert [trial.parameters["tensor_parallel"] for trial in failed] == [4], "two key/value heads, and two cores"
     assert (trials.values[~np.isnan(trials.values)] > 0).all()

@@ -10,7 +10,7 @@ import pytest
 
 from kit.commands.app import app
 from kit.errors import ConfigError
-from kit.estimate.tuning.tune import Trial, Trials
+from kit.estimate.tuning.tune import TrialFailure, tune
 from kit.papers import FRONTIER, frontier_demo, paper_figure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
@@ -34,11 +34,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run on a cluster, an imported log of another, and a folder with the demo-scale study and its search."""
     folder = tmp_path_factory.mktemp("paper")
     study = demo_study(folder / "demo", PIPELINE_RATES)
-    choices = {name: values[-1] for name, values in SPACE.items()}
-    trials = [Trial(parameters=choices | {"tensor_parallel": t}, value=v) for t, v in ((1, 900.0), (2, 400.0))]
-    failed = Trial(parameters=choices | {"pipeline_parallel": 2}, failure="4 devices do not divide 2")
-    Trials(space=SPACE, sampler="random", seed=0, trials=(*trials, failed)).write(study / SEARCH)
+    tune(_two_ranks, SPACE, num_trials=8, sampler="random", storage=study / SEARCH)
     return [cluster_run(folder / "cluster").directory, imported_run(folder / "imported").directory, study]
+
+
+def _two_ranks(parameters: dict) -> float:
+    if parameters["tensor_parallel"] * parameters["pipeline_parallel"] > 2:
+        raise TrialFailure("4 devices do not divide 2")
+    return 900.0 / parameters["tensor_parallel"]
 
 
 def values(rows: list[dict], **wanted: object) -> list[dict]:

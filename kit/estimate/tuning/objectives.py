@@ -5,20 +5,18 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cluster.record import ConfigError, counted
 from cluster.state import JobState
+from kit.estimate.choose.search import Machine
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.tuning.tune import Parameters, TrialFailure
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kit.estimate.choose.search import Machine
 
 FRONTIER_SPACE: dict[str, tuple] = {
     "pipeline_parallel": (1, 2, 4, 8, 12, 16),
@@ -55,7 +53,7 @@ class EstimatedRate:
     """Objective on the estimator: modelled tokens per second and device; a layout at risk of its memory fails."""
 
     spec: ModelSpec
-    machine: "Machine"
+    machine: Machine
     devices_per_node: int
     base: Plan = dataclasses.field(default_factory=lambda: Plan(precision="bf16"))
     max_risk: float = 0.1

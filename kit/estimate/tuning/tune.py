@@ -1,15 +1,16 @@
-"""Hyperparameter search where evaluations may fail: Bayesian optimisation over layouts, and what mattered (SHAP)."""
+"""Hyperparameter search where evaluations may fail: Bayesian optimisation by Optuna."""
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from cluster.record import ConfigError, Record, counted, field_doc, suggestion
+from cluster.record import ConfigError, counted, suggestion
 from cluster.state import JobError
 from kit.errors import MissingPackageError, RunError
 from kit.estimate.theory.layouts import Array
@@ -18,6 +19,19 @@ from kit.show.theme import BLUE, GREY, VERMILION
 
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
+STARTUP_TRIALS = 10
+"""Random trials before the first proposal of a model."""
+# A killed search leaves its trial as running; without the constant liar, that has no say.
+SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
+    "optuna": lambda known, seed: known.TPESampler(
+        seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS, constant_liar=False
+    ),
+    "random": lambda known, seed: known.RandomSampler(seed=seed),
+}
+
+
+MALFORMED = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+"""What Optuna raises of a file that is not there, or is not its journal."""
 
 
 class TrialFailure(Exception):
@@ -25,22 +39,59 @@ class TrialFailure(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial(Record):
-    """One evaluation: its value, or why there is none."""
+class Trial:
+    """One evaluation: its value (more is better), or why there is none."""
 
-    parameters: dict[str, Any] = field_doc("one choice of each parameter")
-    value: float | None = field_doc("of the objective; more is better", default=None)
-    failure: str | None = field_doc("reason of a failed evaluation", default=None)
+    parameters: Parameters
+    value: float | None
+    failure: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trials(Record):
+class Trials:
     """All evaluations of one search, failed ones too, in order."""
 
-    space: dict[str, tuple[Any, ...]] = field_doc("the choices of each parameter, in order where they have one")
-    sampler: str = field_doc("who proposes: one of SAMPLERS")
-    seed: int = field_doc("of the proposals")
-    trials: tuple[Trial, ...] = field_doc("evaluations so far", default=())
+    space: Mapping[str, tuple]
+    """The choices of each parameter, in order where they have one."""
+    sampler: str
+    """Who proposes: one of SAMPLERS."""
+    seed: int
+    """Of the proposals."""
+    trials: tuple[Trial, ...] = ()
+
+    @classmethod
+    def read(cls, storage: str | Path) -> Self:
+        """Returns the trials so far of a search that `tune` keeps in a file.
+
+        Raises:
+            ConfigError: there is none.
+            MissingPackageError: optuna is not installed.
+        """
+        try:
+            journal = _journal(Path(storage).resolve(strict=True))
+            return cls.of(optuna().load_study(study_name=None, storage=journal))
+        except MALFORMED as error:
+            raise ConfigError(f"{storage}: not a search of `tune`. Give a file of one.") from error
+
+    @classmethod
+    def of(cls, study: Any) -> Self:
+        """Returns what has ended of a search, which is told by the name of its study."""
+        search, states = json.loads(study.study_name), optuna().trial.TrialState
+        space = {name: tuple(choices) for name, choices in search["space"].items()}
+        trials = tuple(
+            Trial(
+                parameters={name: choices[trial.params[name]] for name, choices in space.items()},
+                value=trial.value,
+                failure=trial.user_attrs.get("failure"),
+            )
+            for trial in study.get_trials(states=(states.COMPLETE, states.PRUNED))
+        )
+        return cls(space=space, sampler=search["sampler"], seed=search["seed"], trials=trials)
+
+    @property
+    def words(self) -> str:
+        """What is searched and how, as JSON: the name of the study."""
+        return json.dumps({"seed": self.seed, "sampler": self.sampler, "space": self.space})
 
     @property
     def values(self) -> Array:
@@ -66,18 +117,17 @@ class Trials(Record):
             )
         return self.trials[int(np.nanargmax(self.values))]
 
-    @property
-    def filled(self) -> Array:
-        """Value of each trial, failures at the lowest success (0 without one)."""
-        values = self.values
-        return np.where(np.isnan(values), np.nanmin(values) if not np.isnan(values).all() else 0.0, values)
+    def indices(self) -> list[dict[str, int]]:
+        """Returns which choice of each parameter each trial took."""
+        return [
+            {name: choices.index(trial.parameters[name]) for name, choices in self.space.items()}
+            for trial in self.trials
+        ]
 
-    def indices(self) -> Array:
-        """Returns which choice of each parameter each trial took, shape (trials, parameters)."""
-        return np.array(
-            [[choices.index(trial.parameters[name]) for name, choices in self.space.items()] for trial in self.trials],
-            dtype=int,
-        ).reshape(len(self.trials), len(self.space))
+    def distributions(self) -> dict[str, Any]:
+        """Returns the space as Optuna knows it: places in the choices of each parameter."""
+        places = optuna().distributions.IntDistribution
+        return {name: places(0, len(choices) - 1) for name, choices in self.space.items()}
 
 
 def tune(
@@ -101,7 +151,7 @@ def tune(
         num_trials: evaluations in all, those in `storage` included; at most the size of the space.
         seed: of the proposals.
         sampler: `optuna`, its tree-structured Parzen estimator, or `random`.
-        storage: JSON file that holds the trials, written after each; an existing one is continued.
+        storage: file of Optuna's journal, to which trials are added; what it holds is continued.
 
     Raises:
         ConfigError: the space is empty, or the storage holds another search.
@@ -109,18 +159,31 @@ def tune(
     """
     trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler, seed=seed)
     _check(trials, num_trials)
-    if storage is not None and Path(storage).exists():
-        trials = _continued(trials, Path(storage))
-    size = math.prod(map(len, trials.space.values()))
-    proposer = _Proposer(trials)
-    while len(trials.trials) < min(num_trials, size):
-        trial = _evaluate(objective, proposer.ask())
-        proposer.tell(trial)
-        trials = dataclasses.replace(trials, trials=(*trials.trials, trial))
-        if storage is not None:
-            Path(storage).parent.mkdir(parents=True, exist_ok=True)
-            trials.write(Path(storage))
+    study, size = _study(trials, storage), math.prod(map(len, trials.space.values()))
+    while len((trials := Trials.of(study)).trials) < min(num_trials, size):
+        asked = _ask(study, trials)
+        parameters = {name: choices[asked.params[name]] for name, choices in trials.space.items()}
+        value, failure = _evaluate(objective, parameters)
+        if failure is None:
+            study.tell(asked, value)
+        else:  # pruned trials rank below every success
+            asked.set_user_attr("failure", failure)
+            study.tell(asked, state=optuna().trial.TrialState.PRUNED)
     return trials
+
+
+def optuna() -> Any:
+    """Returns the package, which tells warnings only.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("optuna", "plan", "Hyperparameter search") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 def _check(trials: Trials, num_trials: int) -> None:
@@ -135,101 +198,64 @@ def _check(trials: Trials, num_trials: int) -> None:
             raise ConfigError(f"space.{name}: {choices} is not allowed. Give at least one choice, each once.")
 
 
-def _continued(new: Trials, storage: Path) -> Trials:
-    old = Trials.read(storage)
-    for name in ("space", "sampler", "seed"):
-        if getattr(old, name) != getattr(new, name):
-            raise ConfigError(
-                f"{storage} holds a search with {name} = {getattr(old, name)!r}, not {getattr(new, name)!r}. "
-                f"Use another file, or continue it with its own {name}."
-            )
-    return old
+def _journal(storage: Path) -> Any:
+    storages = optuna().storages
+    return storages.JournalStorage(storages.journal.JournalFileBackend(str(storage)))
 
 
-def _evaluate(objective: Objective, parameters: Parameters) -> Trial:
+def _study(new: Trials, storage: str | Path | None) -> Any:
+    """Returns the study of a search, named by its words: a new one, or that in the storage."""
+    file = None if storage is None else Path(storage)
+    if file is not None and file.exists() and file.stat().st_size:
+        old = Trials.read(file)
+        if dataclasses.replace(old, trials=()) != new:
+            raise ConfigError(f"{file} holds another search: {old.words}, not {new.words}. Use another file.")
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    return optuna().create_study(
+        study_name=new.words, storage=file and _journal(file), direction="maximize", load_if_exists=True
+    )
+
+
+def _ask(study: Any, trials: Trials) -> Any:
+    """Returns Optuna's next trial, of a choice that has not been evaluated before.
+
+    The sampler is made anew for each, from the seed and the number of trials before, so that a
+    search that goes on proposes what it would have proposed.
+    """
+    seen, choices = trials.indices(), trials.distributions()
+    seed = int(np.random.SeedSequence([trials.seed, len(seen)]).generate_state(1)[0])
+    study.sampler = SAMPLERS[trials.sampler](optuna().samplers, seed)
+    if seen and np.isnan(trials.values).all() and trials.sampler != "random":
+        study.enqueue_trial(_far_from_all(trials, seed))
+    asked = study.ask(choices)
+    if asked.params in seen:
+        study.tell(asked, state=optuna().trial.TrialState.FAIL)  # which no sampler looks at
+        every = itertools.product(*(range(len(each)) for each in trials.space.values()))
+        rest = [index for index in every if dict(zip(trials.space, index, strict=True)) not in seen]
+        index = rest[np.random.default_rng(seed).integers(len(rest))]
+        study.enqueue_trial(dict(zip(trials.space, index, strict=True)))
+        asked = study.ask(choices)
+    return asked
+
+
+def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
+    """Returns of 64 random choices that farthest from all trials: the way out where all have failed."""
+    sizes = np.array([len(choices) for choices in trials.space.values()])
+    drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
+    taken = np.array([list(index.values()) for index in trials.indices()])
+    apart = (drawn[:, None] - taken) / np.maximum(1, sizes - 1)
+    farthest = drawn[np.square(apart).sum(axis=2).min(axis=1).argmax()]
+    return dict(zip(trials.space, farthest.tolist(), strict=True))
+
+
+def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | None, str | None]:
+    """Returns the value, or why there is none."""
     try:
         value = float(objective(parameters))
     except (TrialFailure, ConfigError, RunError, JobError, MemoryError) as error:
-        return Trial(parameters=parameters, failure=str(error) or type(error).__name__)
-    if not math.isfinite(value):
-        return Trial(parameters=parameters, failure=f"value {value}")
-    return Trial(parameters=parameters, value=value)
-
-
-class _Proposer:
-    """An Optuna study that is asked for choices and told what came of them; failures are pruned trials.
-
-    Pruned trials rank below every success. The sampler is made anew for each proposal, from the seed and the number of
-    trials before, so that a search that goes on proposes what it would have proposed.
-    """
-
-    def __init__(self, trials: Trials) -> None:
-        try:
-            import optuna
-        except ModuleNotFoundError as error:
-            raise MissingPackageError("optuna", "plan", "Hyperparameter search") from error
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._optuna, self._space, self._seed, self._sampler = optuna, trials.space, trials.seed, trials.sampler
-        sizes = {name: len(choices) for name, choices in trials.space.items()}
-        self._choices: dict[str, Any] = {n: optuna.distributions.IntDistribution(0, k - 1) for n, k in sizes.items()}
-        self._study = optuna.create_study(direction="maximize")
-        self._seen = list(map(tuple, trials.indices().tolist()))
-        self._succeeded = not np.isnan(trials.values).all()
-        self._asked: Any = None
-        for index, trial in zip(self._seen, trials.trials, strict=True):
-            self._study.add_trial(self._finished(index, trial))
-
-    def ask(self) -> Parameters:
-        """Returns what to evaluate next, which has not been evaluated before."""
-        seed = int(np.random.SeedSequence([self._seed, len(self._seen)]).generate_state(1)[0])
-        self._study.sampler = SAMPLERS[self._sampler](self._optuna.samplers, seed)
-        if self._seen and not self._succeeded and self._sampler != "random":
-            self._enqueue(self._far_from_all(seed))
-        index = self._ask()
-        if index in self._seen:
-            self._study.tell(self._asked, state=self._optuna.trial.TrialState.FAIL)  # which no sampler looks at
-            rest = set(itertools.product(*map(range, map(len, self._space.values())))) - set(self._seen)
-            self._enqueue(sorted(rest)[np.random.default_rng(seed).integers(len(rest))])
-            index = self._ask()
-        self._seen.append(index)
-        return {name: choices[i] for (name, choices), i in zip(self._space.items(), index, strict=True)}
-
-    def tell(self, trial: Trial) -> None:
-        """Takes what came of the proposal."""
-        self._succeeded |= trial.value is not None
-        self._study.tell(self._asked, trial.value, self._state(trial))
-
-    def _state(self, trial: Trial) -> Any:
-        known = self._optuna.trial.TrialState
-        return known.PRUNED if trial.value is None else known.COMPLETE
-
-    def _ask(self) -> tuple[int, ...]:
-        self._asked = self._study.ask(self._choices)
-        return tuple(self._asked.params[name] for name in self._space)
-
-    def _enqueue(self, index: Sequence[int]) -> None:
-        self._study.enqueue_trial(dict(zip(self._space, map(int, index), strict=True)))
-
-    def _finished(self, index: Sequence[int], trial: Trial) -> Any:
-        params = dict(zip(self._space, index, strict=True))
-        return self._optuna.trial.create_trial(
-            params=params, distributions=self._choices, value=trial.value, state=self._state(trial)
-        )
-
-    def _far_from_all(self, seed: int) -> Sequence[int]:
-        """Returns of 64 random choices that farthest from all trials: the way out where everything has failed."""
-        sizes = np.array([len(choices) for choices in self._space.values()])
-        drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
-        apart = (drawn[:, None] - np.array(self._seen)) / np.maximum(1, sizes - 1)
-        return drawn[np.square(apart).sum(axis=2).min(axis=1).argmax()].tolist()
-
-
-STARTUP_TRIALS = 10
-"""Random trials before the first proposal of a model."""
-SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
-    "optuna": lambda known, seed: known.TPESampler(seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS),
-    "random": lambda known, seed: known.RandomSampler(seed=seed),
-}
+        return None, str(error) or type(error).__name__
+    return (value, None) if math.isfinite(value) else (None, f"value {value}")
 
 
 def trials_figure(trials: Trials, *, unit: str = "objective", control: Trials | None = None) -> tuple[Any, Rows]:

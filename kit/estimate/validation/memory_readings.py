@@ -1,4 +1,4 @@
-"""The memory model against bytes that somebody has read from a monitor: how far it is off. No torch."""
+"""How far the memory model is off from bytes that somebody read from a monitor. No torch."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from kit.show.results import Row, row
 
 
 def readings(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns the error of measured bytes per device, two numbers fitted with a model shape held out."""
+    """Returns the error on measured bytes per device, two numbers fitted, a model shape held out."""
     if len(runs) < 3:
         return []
     layouts, measured = memory_layouts(runs), np.array([run.memory_bytes for run in runs])
@@ -42,7 +42,8 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
 def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs with the width of gradients that their code keeps.
 
-    BigScience ran Megatron-DeepSpeed: fp16 gradients with fp16, but a bf16 gradient and its fp32 sum with bf16.
+    BigScience ran Megatron-DeepSpeed: fp16 gradients with fp16, but a bf16 gradient and its fp32
+    sum with bf16.
     """
     layouts = published.layouts(runs)
     wide = [6.0 if run.precision == "bf16" and run.source.startswith("bigscience") else 2.0 for run in runs]

@@ -1,8 +1,8 @@
 """Validation as a command: the estimator's error on published runs, with whole groups held out. No torch.
 
 For each machine the prior is the population of all other machines, so that nothing of a machine is known beforehand;
-its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it; `make validate` adds
-machines never met, memory, and how good the choices are.
+its own rows outside the held-out group are fitted, the group is scored. `kit validate` prints it;
+`make validate` adds machines never met, memory, and how good the choices are.
 """
 
 import os
