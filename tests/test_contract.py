@@ -42,7 +42,7 @@ NAMES = {
     "cluster.state": "read_state",
     "kit": "ModelSpec.preset Plan Recipe Run.open Site.load Site.names launch resume",
     "kit.errors": "ConfigError DataError",
-    "kit.estimate": "EstimatedRate Layouts Panel answers calibrate hardware_on memory_by_stage never_met predictions "
+    "kit.estimate": "EstimatedRate Layouts Panel answers calibrate hardware_on memory_by_stage predictions "
     "published_calibration search sensitivity sensitivity_figure simulate_plan timeline_figure trials_figure tune",
     "kit.evaluate": "build_mirror default_mirror evaluate evaluate_model report_file",
     "kit.launcher": "job_spec",
