@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cluster.files import write_atomic
+from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
 from cluster.process import Process
 from cluster.progress import is_told_to_stop
 from cluster.record import kit_command
@@ -54,7 +54,8 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
         JobError: a job is live in this directory.
     """
     with new_folders(run_dir, run_dir / "logs", run_dir / "control"):
-        written = [run_dir / name for name in (*files, "state.json", "exit.json", "history.jsonl", ".state.lock")]
+        ours = ("state.json", "exit.json", "history.jsonl", ".state.lock", RESERVE)
+        written = [run_dir / name for name in (*files, *ours)]
         before = {file: file.read_bytes() for file in [*written, *_requests(run_dir)] if file.is_file()}
         attempt = claim_attempt(run_dir)
         try:
@@ -172,12 +173,12 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
 
 
 def _begin(run_dir: Path, state: RunState) -> int:
-    attempt = last_attempt(run_dir) + 1
-    log_path(run_dir, attempt, 0).parent.mkdir(parents=True, exist_ok=True)
-    (run_dir / "control").mkdir(exist_ok=True)  # so that `touch RUN/control/request_stop` works from the start
-    for left_over in _requests(run_dir):
-        left_over.unlink(missing_ok=True)
-    begun = state.replace(attempt=attempt)
-    begun.write(run_dir / "state.json")
+    begun = state.replace(attempt=last_attempt(run_dir) + 1)
+    # The control folder, so that `touch RUN/control/request_stop` works from the start.
+    with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
+        write_atomic(run_dir / RESERVE, os.urandom(RESERVE_BYTES))  # which no file system makes smaller
+        for left_over in _requests(run_dir):
+            left_over.unlink(missing_ok=True)
+        begun.write(run_dir / "state.json")
     record_event(run_dir, begun)
-    return attempt
+    return begun.attempt

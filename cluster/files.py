@@ -1,4 +1,4 @@
-"""The only ways in which files of a run are opened, appended to and replaced, and whose a run is.
+"""The only ways in which files of a run are opened, appended to and replaced, whose it is, and what a full disk costs.
 
 A run may be a colleague's, or lie where colleagues write. Under the name of one of its files there may be a link to
 a file of the reader, a pipe that blocks for ever, or a device without end. Standard library only.
@@ -9,13 +9,19 @@ import errno
 import io
 import os
 import pwd
+import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 RECORD_BYTES = 16 << 20
 """More than any record takes; a file that grows with the run is read piece by piece."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RESERVE, RESERVE_BYTES = ".reserve", 128 << 10
+"""What an attempt keeps back for the record of its end: 16 KB of a log, in JSON up to six times as many, and a few
+sentences. Where there is less room no attempt begins, so such a disk counts as full."""
 
 
 def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
@@ -40,7 +46,7 @@ def read_small(file: Path) -> bytes:
 
 
 def appending(file: Path) -> io.FileIO:
-    """Returns an unbuffered stream that appends to a file, which is made if need be: each write is one line, whole.
+    """Returns an unbuffered stream that appends to a file, which is made if need be.
 
     Raises:
         OSError: as `opened`, or the file has other names, under which it may be anybody's.
@@ -50,6 +56,18 @@ def appending(file: Path) -> io.FileIO:
         os.close(handle)
         raise OSError(errno.EMLINK, "a file with other names, which no file of a run has", str(file))
     return io.FileIO(handle, "ab+")
+
+
+def append_lines(file: Path, lines: bytes) -> None:
+    """Appends lines in one write, so that those of two writers never mix. Raises OSError as `appending`."""
+    with appending(file) as stream:
+        stream.write(line_break(stream) + lines)
+
+
+def line_break(stream: io.FileIO) -> bytes:
+    """Returns what must come before the next line of a file: a line break where its last line is torn, or nothing."""
+    end = stream.seek(0, os.SEEK_END)
+    return b"\n" if end and os.pread(stream.fileno(), 1, end - 1) != b"\n" else b""
 
 
 def _regular(file: Path, flags: int) -> int:
@@ -88,6 +106,39 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def unless_full() -> Iterator[None]:
+    """Gives up a block, without an error, where the disk or this user's share of it is full: a run goes on without."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+
+
+class Words(io.FileIO):
+    """An open file that takes what there is room for, and drops the rest."""
+
+    def write(self, words: Any, /) -> int:
+        with unless_full():
+            super().write(words)
+        return len(words)
+
+
+def outlive_full_log() -> None:
+    """Has this process go on where there is no room for what it prints."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        words = io.BufferedWriter(Words(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", line_buffering=True))
+
+
+def why_full(folder: Path) -> str | None:
+    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can tell."""
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(folder).free) < RESERVE_BYTES:
+            return f"the disk is full: {free:,} bytes free"
 
 
 def other_owner(folder: Path) -> str | None:

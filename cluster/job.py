@@ -18,6 +18,7 @@ from typing import Self
 from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
+from cluster.outcome import write_end
 from cluster.record import ConfigError, Record, counted, field_doc, html_table, kit_command
 from cluster.scheduler import SECRET_VALUE, looks_secret
 from cluster.state import (
@@ -34,7 +35,6 @@ from cluster.state import (
     read_history,
     read_state,
     refuse_other_owner,
-    write_end,
 )
 from cluster.status import JobStatus as JobStatus
 from cluster.status import is_alive, why_unknown

@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
+import time
 from pathlib import Path
 
-from cluster.files import opened, write_atomic
+from cluster.files import FULL, RESERVE, opened, write_atomic
 from cluster.home import Home
 from cluster.record import cut
-from cluster.state import JobError, find_log, log_path, write_end
+from cluster.state import ExitReport, JobError, JobState, find_log, log_path, update_state, write_exit
 
 USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
@@ -39,6 +41,35 @@ def record_end(home: Home, attempt: int, outcome: Outcome) -> None:
         )
     except (JobError, OSError) as error:
         say(f"the end of attempt {attempt} ({reason}) could not be recorded: {error}")
+
+
+def write_end(
+    run_dir: Path, *, attempt: int, rc: int, reason: str, failing_rank: int | None = None, log_tail: str = ""
+) -> None:
+    """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
+
+    On a full disk it takes what the attempt has kept back for this, and adds that to the reason.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns the directory.
+    """
+    report = ExitReport(
+        attempt=attempt, rc=rc, reason=reason, host=socket.gethostname(), time=time.time(), failing_rank=failing_rank,
+        log_tail=log_tail,
+    )  # fmt: skip
+    try:
+        _end(run_dir, report)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        (run_dir / RESERVE).unlink(missing_ok=True)
+        _end(run_dir, report.replace(reason=f"{reason}; {error.strerror}"))
+
+
+def _end(run_dir: Path, report: ExitReport) -> None:
+    write_exit(run_dir, report)
+    state = JobState.FAILED if report.rc else JobState.DONE
+    update_state(run_dir, attempt=report.attempt, state=state, reason=report.reason)
 
 
 def keep_words(run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int) -> None:

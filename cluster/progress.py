@@ -6,6 +6,7 @@ Standard library only.
 import time
 from pathlib import Path
 
+from cluster.files import why_full
 from cluster.state import JobState, read_asked, read_history, read_state, read_taken
 
 HUNG_AFTER_S, HUNG_AFTER_STEPS = 900.0, 100
@@ -19,9 +20,9 @@ class HangJudge:
         self.since = time.monotonic()
 
     def why_hung(self, run_dir: Path) -> str | None:
-        """Returns since when a running job has given no sign of life, or None if it does, or has not begun to."""
+        """Returns since when a running job has given no sign of life, or None if it does, cannot, or has not begun."""
         state = read_state(run_dir)
-        if state is None or state.state is not JobState.RUNNING or state.heartbeat is None:
+        if state is None or state.state is not JobState.RUNNING or state.heartbeat is None or why_full(run_dir):
             self.seen = None
             return None
         if (state.attempt, state.heartbeat) != self.seen:

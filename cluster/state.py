@@ -7,6 +7,7 @@
     control/taken_stop        when the trainer of this attempt took its last request (also taken_checkpoint)
     logs/attempt_01/rank_00000.log, and in jobs of many ranks node_0.log for all but the first and those that failed
     history.jsonl             one line per change of state, append only
+    .reserve                  the room that an attempt keeps back for the record of its end
 
 Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn, or not ours, and
 ignore keys that a newer version may have added. A writer of an older attempt is refused: see `update_state`.
@@ -19,13 +20,12 @@ import enum
 import fcntl
 import json
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from cluster.files import appending, other_owner, read_small
+from cluster.files import append_lines, appending, other_owner, read_small, unless_full
 from cluster.process import Process
 from cluster.record import ConfigError, Record, field_doc
 
@@ -179,13 +179,13 @@ def update_state(run_dir: Path, *, attempt: int, lost_node: str | None = None, *
 
 
 def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -> None:
-    """Appends a line to history.jsonl: what the job does now."""
+    """Appends a line to history.jsonl, if there is room: what the job does now."""
     event = Event(
         time=time.time(), attempt=state.attempt, state=state.state, reason=state.reason, step=state.step,
         job_id=state.scheduler_job.id if state.scheduler_job else None, lost_node=lost_node,
     )  # fmt: skip
-    with appending(run_dir / "history.jsonl") as stream:  # one write, so that lines of two writers never mix
-        stream.write(f"{json.dumps(event.to_dict())}\n".encode())
+    with unless_full():
+        append_lines(run_dir / "history.jsonl", f"{json.dumps(event.to_dict())}\n".encode())
 
 
 def read_history(run_dir: Path) -> list[Event]:
@@ -206,22 +206,6 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
     with locked(run_dir):
         refuse_stale(run_dir, report.attempt)
         report.write(run_dir / "exit.json")
-
-
-def write_end(
-    run_dir: Path, *, attempt: int, rc: int, reason: str, failing_rank: int | None = None, log_tail: str = ""
-) -> None:
-    """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
-
-    Raises:
-        StaleAttemptError: a newer attempt owns the directory.
-    """
-    report = ExitReport(
-        attempt=attempt, rc=rc, reason=reason, host=socket.gethostname(), time=time.time(), failing_rank=failing_rank,
-        log_tail=log_tail,
-    )  # fmt: skip
-    write_exit(run_dir, report)
-    update_state(run_dir, attempt=attempt, state=JobState.FAILED if rc else JobState.DONE, reason=reason)
 
 
 def last_attempt(run_dir: Path) -> int:
@@ -260,14 +244,19 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Returns whether a request was waiting, and takes it, leaving a note. For rank 0, which tells the other ranks."""
+    """Returns whether a request was waiting, and takes it, leaving a note; it waits on where there is no room for one.
+
+    For rank 0, which tells the other ranks.
+    """
     asked = read_asked(run_dir, request)
     if asked is None:
         return False
     taken = TakenRequest(asked_at=asked.asked_at, by_person=asked.by_person, taken_at=time.time(), step=step)
-    taken.write(run_dir / "control" / f"taken_{request}")
-    (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
-    return True
+    with unless_full():
+        taken.write(run_dir / "control" / f"taken_{request}")
+        (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
+        return True
+    return False
 
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from cluster import poll
+from cluster.files import why_full
 from cluster.login import mirror
 from cluster.record import Record, field_doc
 from cluster.state import GIVEN_UP, JobState, RunState, last_attempt, read_asked, read_exit, read_state
@@ -57,6 +58,8 @@ def read_status(run_dir: Path) -> JobStatus:
         verdict, reason = _living(run_dir, state, age_s)
         if alive is None:
             reason = f"{reason}; {why_unknown(state)}"
+    if verdict not in (JobState.DONE, JobState.IMPORTED) and (full := why_full(run_dir)):
+        reason = f"{reason}; {full}"
     step = state.step if state else None
     return JobStatus(state=verdict, reason=reason, attempt=attempt, step=step, heartbeat_age_s=age_s, exit_code=rc)
 

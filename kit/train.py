@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.files import write_atomic
+from cluster.files import outlive_full_log, write_atomic
 from cluster.record import ConfigError
 from cluster.state import JobError, JobState, log_path, update_state
 from kit.data.wheels import file_sha256
@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
+    outlive_full_log()
     # The local part of tensor parallel logits is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     attempt = int(os.environ.get("KIT_ATTEMPT", "1"))

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.state import JobError, JobState, SchedulerJob, read_state, update_state, write_end
+from cluster.outcome import write_end
+from cluster.state import JobError, JobState, SchedulerJob, read_state, update_state
 
 
 def begin(run_dir: Path, attempt: int, namespace: str, job_id: str) -> None:

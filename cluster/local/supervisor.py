@@ -29,7 +29,7 @@ from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, claimed, next_attempt
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
-from cluster.files import appending
+from cluster.files import appending, outlive_full_log
 from cluster.home import Home
 from cluster.job import JobSpec
 from cluster.local import render_script
@@ -113,6 +113,7 @@ def guard(supervisor: Callable[[], int]) -> int:
 def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
     """Runs attempts until one has not crashed or too many have, records the end, and returns the job's return code."""
     become_subreaper()
+    outlive_full_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the caller may ignore it, and then no exit code could be read
     home, deadline = Home(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
@@ -125,7 +126,7 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
         try:
             attempt = next_attempt(run_dir, attempt, outcome.reason)
         except (JobError, OSError) as error:
-            say(str(error))
+            outcome = dataclasses.replace(outcome, reason=f"{outcome.reason}; not started again: {error}")
             break
     record_end(home, attempt, outcome)
     return outcome.rc

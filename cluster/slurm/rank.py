@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from cluster.descendants import become_rank, become_subreaper, kill_descendants
+from cluster.files import outlive_full_log
 from cluster.heartbeats import PLACE
 from cluster.home import Home
 from cluster.process import child_pids
@@ -179,6 +180,7 @@ def become_deaf_rank(keeper_pid: int) -> None:
 
 def main() -> int:
     """Returns the exit code of the command."""
+    outlive_full_log()
     return Keeper(Path(os.environ["KIT_RUN_DIR"]), sys.argv[1:]).run()
 
 

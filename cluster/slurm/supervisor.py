@@ -31,6 +31,7 @@ from typing import Literal
 
 from cluster.attempts import take_over
 from cluster.descendants import become_subreaper, kill_descendants
+from cluster.files import outlive_full_log, unless_full
 from cluster.heartbeats import COLLECT_EVERY_S, MANY, write_all_heartbeats
 from cluster.home import Home
 from cluster.job import JobSpec
@@ -107,6 +108,8 @@ class Supervisor:
             except StaleAttemptError as error:
                 say(str(error))
                 return 1
+            except OSError as error:  # a full disk, say
+                return self._finish(Ending("failed", str(error), rc=1))
             starts += 1
 
     def _check_nodes(self) -> Ending | None:
@@ -237,7 +240,8 @@ class Supervisor:
         if self.stop_reason is None and not is_told_to_stop(self.run_dir):
             self.stop_reason, self.stop_state = reason, state
             say(f"{reason}: asking the ranks to save and stop")
-            ask(self.run_dir, "stop", by_person=False)
+            with unless_full():  # it could not save either
+                ask(self.run_dir, "stop", by_person=False)
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
@@ -317,6 +321,7 @@ def main() -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     try:
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=os.environ.get("SLURM_CONF"))
+        outlive_full_log()
         become_subreaper()
         return Supervisor(options.run_dir.absolute(), command, job).run()
     except KeyError as error:

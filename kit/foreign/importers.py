@@ -307,8 +307,7 @@ def _follow(run: Run, recorder: StepRecorder, reader: LogReader, poll_s: float, 
         while not reader.parser.done and run.directory.is_dir():
             idle(poll_s)
             rows = [row for step in reader.read() for row in _rows(recorder, reader.parser, step)]
-            for row in rows:
-                writer.append({**row, "time": row["time"] or time.time()})
+            writer.write({**row, "time": row["time"] or time.time()} for row in rows)
             added += len(rows)
             if run.directory.is_dir():
                 _tell_state(run, recorder, reader, following=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.files import appending, read_small
+from cluster.files import append_lines, read_small
 from cluster.process import Process
 from cluster.record import ConfigError, cut
 from cluster.state import JobError, refuse_other_owner
@@ -68,8 +68,8 @@ class Watcher:
         if not why or self.tries[kind] >= TRIES:
             del self.waiting[kind]
         entry = {"time": time.time(), "kind": kind, "alerts": len(alerts), "error": why}
-        with contextlib.suppress(OSError), appending(self.record) as stream:
-            stream.write(f"{json.dumps(entry)}\n".encode())
+        with contextlib.suppress(OSError):
+            append_lines(self.record, f"{json.dumps(entry)}\n".encode())
         if why:
             last, told = alerts[-1], f"the alarm about {kind!r} could not be sent: {why}. Try it: `kit alarm --test`"
             failed = Alert(

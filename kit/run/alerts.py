@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from cluster.files import appending, other_owner
+from cluster.files import append_lines, other_owner
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
@@ -75,8 +75,8 @@ class AlertLog(Tail):
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
         if new and not other_owner(self.file.parent):
-            with contextlib.suppress(OSError), appending(self.file) as stream:
-                stream.write(lines)  # at once, so that lines of two watchers never mix
+            with contextlib.suppress(OSError):
+                append_lines(self.file, lines)
         return new
 
     def _take(self, alert: Alert) -> bool:

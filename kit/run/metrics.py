@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cluster.files import appending, line_break
 from cluster.site import Site
 from kit.plan import Plan
 from kit.run.columns import COLUMNS, OPTIONAL_COLUMNS, Columns, tokens_seen
@@ -19,17 +19,21 @@ MAX_ABOVE_PEAK = 0.05
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step to `metrics.jsonl`."""
+    """Appends one line per optimizer step to `metrics.jsonl`; what a full disk does not take waits in memory."""
 
     def __init__(self, file: Path) -> None:
-        self.stream = file.open("a")
-        if _is_torn(file):  # a killed attempt's half line must not swallow our first one
-            self.stream.write("\n")
+        self.stream = appending(file)
+        self.pending = bytearray(line_break(self.stream))  # a killed attempt's half line must not swallow our first one
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Writes one step, visible to readers at once."""
-        self.stream.write(json.dumps(row) + "\n")
-        self.stream.flush()
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Writes steps, visible to readers at once, after those that wait.
+
+        Raises:
+            OSError: not all could be written; the rest waits for the next call.
+        """
+        self.pending += "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+        while self.pending:
+            del self.pending[: self.stream.write(self.pending)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,12 +185,3 @@ def median(values: np.ndarray) -> float | None:
 def _whole(values: np.ndarray) -> np.ndarray:
     """Returns recorded counts as int64, 0 where there is none that could be one."""
     return np.where(np.abs(values) < 2.0**53, values, 0).astype(np.int64)
-
-
-def _is_torn(file: Path) -> bool:
-    """Returns whether a file ends in the middle of a line; of a long one only the end is read."""
-    with file.open("rb") as stream:
-        if not stream.seek(0, os.SEEK_END):
-            return False
-        stream.seek(-1, os.SEEK_END)
-        return stream.read(1) != b"\n"

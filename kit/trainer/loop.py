@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.callback import on_compile_end, on_compile_start
 
+from cluster.files import unless_full
 from cluster.home import Home
 from cluster.record import counted
 from cluster.state import JobState, take_request, update_state
@@ -145,6 +146,7 @@ class Trainer:
                 break
         self.watchdog.close()
         self.checkpoints.finish()
+        self._write()  # what waited for room, which the last checkpoint has found
         if self.is_stopped:
             return f"stopped by request after step {self.step}; resume continues from there"
         return f"finished {counted(self.step, 'step')}"
@@ -225,8 +227,8 @@ class Trainer:
 
     def _write(self) -> None:
         if self.metrics is not None:
-            for row in self.rows:
-                self.metrics.append(row)
+            with unless_full():
+                self.metrics.write(self.rows)
         self.rows.clear()
 
     def _batch(self, samples: Samples, first: int) -> Tensor:
@@ -302,17 +304,18 @@ class Trainer:
         self.last_beat = now
         if self.rank == 0 or self.signs.has_own_file:  # else nothing is written, and thousands of ranks would look
             self.home.check()
-        self.signs.say()
-        if self.rank == 0:
-            update_state(
-                self.run.directory,
-                attempt=self.attempt,
-                state=JobState.RUNNING,
-                step=self.finished,
-                heartbeat=time.time(),
-                step_time_s=self.step_time_s,
-                notice=self.recovery.notice,
-            )
+        with unless_full():
+            self.signs.say()
+            if self.rank == 0:
+                update_state(
+                    self.run.directory,
+                    attempt=self.attempt,
+                    state=JobState.RUNNING,
+                    step=self.finished,
+                    heartbeat=time.time(),
+                    step_time_s=self.step_time_s,
+                    notice=self.recovery.notice,
+                )
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cluster.files import unless_full
 from cluster.heartbeats import (
     COLLECT_EVERY_S,
     MANY,
@@ -85,7 +86,8 @@ class Signs:
         lines = [torch.empty_like(line) for _ in range(self.num_ranks)] if self.beat.rank == 0 else None
         dist.gather(line, lines, dst=0, group=self.group)
         if lines:
-            write_all_heartbeats(self.directory, (bytes(line.tolist()).rstrip() for line in lines))
+            with unless_full():
+                write_all_heartbeats(self.directory, (bytes(line.tolist()).rstrip() for line in lines))
 
     def _newest(self) -> RankHeartbeat:
         return self.beat.replace(**self.last, parts_s=tuple(self.parts_s), own_s=self.own_s)

@@ -18,11 +18,12 @@ import kit
 from cluster import local, slurm
 from cluster.attempts import claim_attempt
 from cluster.job import JobSpec
+from cluster.outcome import write_end
 from cluster.process import Process
 from cluster.record import ConfigError, Record
 from cluster.site import Site
 from cluster.slurm import preflight
-from cluster.state import JobError, ask, log_path, take_request, update_state, write_end
+from cluster.state import JobError, ask, log_path, take_request, update_state
 from kit import launcher
 from kit.commands.app import app
 from kit.data import Dataset

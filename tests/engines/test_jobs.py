@@ -9,9 +9,9 @@ import pytest
 import cluster
 import kit
 from cluster.attempts import claimed
+from cluster.outcome import write_end
 from cluster.render import render, scripts
 from cluster.site import Site
-from cluster.state import write_end
 from kit import launcher
 from kit.engines.configuration import configuration_files
 from kit.engines.deepspeed.configuration import deepspeed_config

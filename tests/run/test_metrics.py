@@ -1,7 +1,10 @@
-"""The reader of `metrics.jsonl`: one bad value costs its own step only."""
+"""The writer of `metrics.jsonl`, which a full disk holds up; its reader: one bad value costs its own step only."""
 
 import dataclasses
+import errno
+import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ from cluster.site import Site
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.plan import Plan
-from kit.run.metrics import Metrics
+from kit.run.metrics import Metrics, MetricsWriter
 from kit.spec import ModelSpec
 from tests.monitor.recorded import recorded_run
 
@@ -25,6 +28,46 @@ def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test") if peak else Site.load("laptop")
     return Metrics.read(file, spec=ModelSpec.preset("demo"), plans={1: Plan(global_batch_size=8)}, site=site)
+
+
+class SmallDisk(io.FileIO):
+    """A file that takes no more than there is room for, and says so only where that is nothing."""
+
+    room = 0
+
+    def write(self, data) -> int:
+        if not self.room:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        took = super().write(bytes(data[: self.room]))
+        self.room -= took
+        return took
+
+
+@pytest.mark.parametrize(
+    ("before", "ended"),
+    [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
+    ids=["new", "whole", "torn"],
+)
+def test_rows_wait_for_room_and_are_written_whole_and_in_order(tmp_path: Path, before: bytes, ended: bytes) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(before)
+    writer = MetricsWriter(file)
+    writer.stream.close()
+    writer.stream = disk = SmallDisk(file, "ab+")
+    for step in range(1, 60):
+        disk.room = 0 if step < 5 else step % 23  # a row takes 12 bytes, or one more
+        try:
+            writer.write([{"step": step}] if step % 7 else [])
+        except OSError:
+            assert writer.pending
+    assert writer.pending and len(file.read_bytes()) > len(before)
+    disk.room = 1 << 20
+    writer.write([{"step": 60}])
+    disk.close()
+    assert not writer.pending
+    assert file.read_bytes().startswith(ended)
+    written = file.read_bytes().removeprefix(ended)
+    assert [json.loads(line)["step"] for line in written.splitlines()] == [step for step in range(1, 61) if step % 7]
 
 
 @pytest.mark.parametrize("other", ["site", "device"])

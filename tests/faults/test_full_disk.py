@@ -1,0 +1,169 @@
+"""A disk that is full under the whole run directory: for a while, for good, and when a rank is killed meanwhile."""
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kit
+from cluster.site import Site
+from cluster.state import JobError, JobState, last_attempt, read_exit, read_history, read_taken
+from kit.errors import RunError
+from kit.run import Run
+from kit.trainer import loop
+from kit.trainer.loop import Trainer
+from tests.faults.attempts import Attempt, finished
+from tests.faults.cost import DP2, assert_same, cost
+
+pytestmark = pytest.mark.timeout(900)
+SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
+
+
+@pytest.fixture
+def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
+    """Returns a function that makes a run on a file system of its own, of 16 MB; its keywords change the recipe."""
+    disk = mount_memory("size=16m")
+
+    def prepared(**changes) -> Run:
+        return Run.create(disk / "run", spec=spec, plan=DP2, recipe=recipe.replace(**{**SETTINGS, **changes}),
+                          site=Site.load("laptop"))  # fmt: skip
+
+    return prepared
+
+
+def fill(filler: Path) -> None:
+    """Takes all room that is left on a disk, to the last byte."""
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+        while stream.write(bytes(1 << 12)):
+            pass
+
+
+def full_between(run: Run, full_at: int, then: Callable[[Trainer, Path], None]) -> Callable[[int], None]:
+    """Returns a sabotage: the disk is full from the launch of a step on, and `then` is asked before each that follows.
+
+    Each rank beats at each step, and says something; rank 0 has a warning to tell, and a request to take.
+    """
+    filler = run.directory.parent / "filler"
+
+    def sabotage(rank: int) -> None:
+        loop.HEARTBEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
+        one_step = Trainer._launch_step
+
+        def launched(self: Trainer) -> None:
+            if rank == 0 and self.step + 1 == full_at:
+                self.checkpoints.finish()  # else the save of an earlier step fails
+                (run.directory / "control").mkdir()
+                (run.directory / "control" / "request_checkpoint").touch()
+                fill(filler)
+                self.recovery.tell("hook", f"told on a full disk {'.' * 5000}", full_at)
+            if self.step + 1 >= full_at:
+                print("." * 5000, flush=True)
+                if rank == 0:
+                    then(self, filler)
+            one_step(self)
+
+        Trainer._launch_step = launched
+
+    return sabotage
+
+
+def free_at(step: int) -> Callable[[Trainer, Path], None]:
+    """Returns what frees the disk before the launch of a step."""
+    return lambda trainer, filler: filler.unlink(missing_ok=True) if trainer.step + 1 == step else None
+
+
+def lines(run: Run) -> list[int]:
+    """Returns the steps of all lines of the metrics, in their order."""
+    return [json.loads(line)["step"] for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpoints):
+    run = prepare_small()
+    finished(run, 1, full_between(run, 12, free_at(18)))
+    assert lines(run) == list(range(1, 31))
+    assert_same(run, with_checkpoints)
+    taken = read_taken(run.directory, "checkpoint")
+    assert taken is not None and taken.step == 18, "a request waits for room"
+    assert run.checkpoints.steps() == [18, 20, 30]
+    cost("disk full under the run for 6 steps: steps lost", 30 - len(run.metrics()["step"]), "", at_most=0,
+         note="rows wait in memory; bit for bit as if unbroken")  # fmt: skip
+
+
+def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(prepare_small, with_checkpoints):
+    run = prepare_small(checkpoint_every=None)
+
+    def free_for_the_checkpoint(trainer: Trainer, filler: Path) -> None:
+        save = trainer._checkpoint
+        trainer._checkpoint = lambda: (filler.unlink(missing_ok=True), save())  # type: ignore[method-assign]
+
+    finished(run, 1, full_between(run, 12, free_for_the_checkpoint))
+    assert lines(run) == list(range(1, 31))
+    assert_same(run, with_checkpoints)
+
+
+def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(prepare_small, with_checkpoints):
+    run = prepare_small()
+
+    def kill_at_18(trainer: Trainer, filler: Path) -> None:
+        if trainer.step + 1 == 18:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    attempt = Attempt(run, 1, full_between(run, 12, kill_at_18))
+    while 0 not in attempt.codes:
+        attempt.is_over()
+    attempt.kill()
+    assert run.metrics()["step"].max() < 17
+    (run.directory.parent / "filler").unlink()
+    again = finished(run, 2)
+    assert again.resumed_from() == 10
+    assert_same(run, with_checkpoints)
+    assert run.metrics()["attempt"][10:].tolist() == [2] * 20
+
+
+HOOK = """
+import contextlib, time
+from pathlib import Path
+
+def on_step(state):
+    if state.rank == 0 and state.step == 16 and not Path({mark!r}).exists():
+        Path({mark!r}).touch()
+        while not Path({saved!r}).exists():
+            time.sleep(0.01)
+        with contextlib.suppress(OSError), open({filler!r}, "wb", buffering=0) as stream:
+            while stream.write(bytes(1 << 12)):
+                pass
+    return {{}}
+"""
+"""Fills the disk once, when the checkpoint before is complete."""
+
+
+def test_disk_that_stays_full_ends_the_run_aloud_and_resume_goes_on(prepare_small, with_checkpoints, tmp_path):
+    """The whole way once: supervisor, status and the user's commands."""
+    run, filler = prepare_small(), tmp_path / "mounted-0" / "filler"
+    hook = tmp_path / "hook.py"
+    saved = run.checkpoints.path(10) / "manifest.json"
+    hook.write_text(HOOK.format(mark=str(tmp_path / "filled"), filler=str(filler), saved=str(saved)))
+    run = kit.launch(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe.replace(hook=str(hook)))
+    status = run.job.wait(120)
+    report = read_exit(run.directory)
+    assert status.state is JobState.FAILED and "; No space left on device; the disk is full: " in status.reason, status
+    assert report is not None and (report.attempt, report.rc) == (1, os.EX_CONFIG)
+    assert "ended with code 78" in report.reason and report.reason.endswith("No space left on device")
+    assert read_history(run.directory)[-1].state is JobState.FAILED and last_attempt(run.directory) == 1
+    assert run.checkpoints.steps() == [10] and not list((run.directory / "logs").glob("attempt_02*"))
+    with pytest.raises((RunError, JobError), match="no space left"):
+        kit.resume(run.directory)
+    assert read_exit(run.directory) == report and last_attempt(run.directory) == 1, "nothing was begun"
+    since = (tmp_path / "filled").stat().st_mtime
+    cost("disk full under the run for good: failed and said so", report.time - since, "s", at_most=60,
+         note=status.reason.replace(f"{tmp_path}/mounted-0/", ""))  # fmt: skip
+    filler.unlink()
+    kit.resume(run.directory)
+    status = run.job.wait(120)
+    assert status.state is JobState.DONE and "full" not in status.reason, run.job.logs()
+    assert "resumed from step 10" in run.job.logs()
+    assert_same(run, with_checkpoints)
