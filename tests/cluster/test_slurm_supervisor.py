@@ -1,5 +1,7 @@
 """What follows the end of an attempt, without a Slurm."""
 
+import errno
+import os
 import signal
 import sys
 
@@ -8,7 +10,7 @@ import pytest
 from cluster.attempts import take_over
 from cluster.job import JobSpec
 from cluster.slurm.supervisor import Ending, Supervisor
-from cluster.state import JobState, SchedulerJob, ask, read_asked, take_request, update_state
+from cluster.state import JobState, SchedulerJob, ask, read_asked, read_exit, take_request, update_state
 
 
 @pytest.fixture
@@ -71,3 +73,13 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
     ask(supervisor.run_dir, "stop")
     take_request(supervisor.run_dir, "stop", step=2)
     assert take_over(supervisor.run_dir, supervisor.job) == 3 and read_asked(supervisor.run_dir, "stop") is not None
+
+
+def test_trouble_with_the_disk_is_recorded_as_the_end(supervisor, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    monkeypatch.setattr(supervisor, "_check_nodes", lambda: None)
+    monkeypatch.setattr(supervisor, "_attempt", lambda starts: (_ for _ in ()).throw(full))
+    assert supervisor.run() == 1
+    report = read_exit(supervisor.run_dir)
+    assert report is not None and (report.attempt, report.rc) == (2, 1) and "No space left on device" in report.reason

@@ -1,6 +1,5 @@
 """A disk that is full under the whole run directory: for a while, for good, and when a rank is killed meanwhile."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from kit.errors import RunError
 from kit.run import Run
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
+from tests.disks import fill
 from tests.faults.attempts import Attempt, finished
 from tests.faults.cost import DP2, assert_same, cost
 
@@ -33,13 +33,6 @@ def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
                           site=Site.load("laptop"))  # fmt: skip
 
     return prepared
-
-
-def fill(filler: Path) -> None:
-    """Takes all room that is left on a disk, to the last byte."""
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
-        while stream.write(bytes(1 << 12)):
-            pass
 
 
 def full_between(run: Run, full_at: int, then: Callable[[Trainer, Path], None]) -> Callable[[int], None]:

@@ -1,0 +1,203 @@
+"""A disk that is full under a run directory: what is recorded there, begun, asked and said all the same, or left alone."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import local
+from cluster.attempts import claim_attempt, claimed, next_attempt
+from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
+from cluster.home import Home
+from cluster.job import JobSpec, read_status
+from cluster.outcome import Outcome, record_end, write_end
+from cluster.process import Process
+from cluster.progress import HangJudge
+from cluster.state import (
+    JobState,
+    ask,
+    last_attempt,
+    log_path,
+    read_asked,
+    read_exit,
+    read_history,
+    read_state,
+    record_event,
+    take_request,
+    update_state,
+)
+from tests.disks import fill
+
+ROOT = Path(local.__file__).parents[2]
+
+
+@pytest.fixture
+def run_dir(mount_memory):
+    """The directory of a run whose first attempt takes steps, on a disk of its own."""
+    run_dir = mount_memory("size=2m") / "run"
+    claim_attempt(run_dir)
+    update_state(run_dir, attempt=1, state=JobState.RUNNING, step=7, heartbeat=time.time())
+    return run_dir
+
+
+def filler(run_dir: Path) -> Path:
+    return run_dir.parent / "filler"
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("word", [b"word ", b"\xff"], ids=["text", "what JSON makes six times as long"])
+def test_end_of_an_attempt_is_recorded(run_dir, word):
+    log_path(run_dir, 1, 0).write_bytes(20_000 * word)
+    fill(filler(run_dir))
+    record_end(Home(run_dir), 1, Outcome(78, "rank 0 ended with code 78", failing_rank=0))
+    report, state = read_exit(run_dir), read_state(run_dir)
+    assert report is not None and report.reason.startswith("rank 0 ended with code 78")
+    assert report.reason.endswith("; No space left on device") and len(report.log_tail) > 16_000
+    assert state is not None and (state.state, state.reason) == (JobState.FAILED, report.reason)
+    assert read_history(run_dir)[-1].state is JobState.FAILED
+    filler(run_dir).unlink()
+    assert claim_attempt(run_dir) == 2 and (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
+
+
+def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkeypatch):
+    claim_attempt(tmp_path)
+    write = Path.replace
+
+    def replace(part, file):
+        if (tmp_path / RESERVE).exists():
+            raise OSError(code, os.strerror(code))
+        return write(part, file)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    code = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        write_end(tmp_path, attempt=1, rc=1, reason="because")
+    code = errno.EDQUOT
+    write_end(tmp_path, attempt=1, rc=1, reason="because")
+    report = read_exit(tmp_path)
+    assert report is not None and report.reason == f"because; {os.strerror(code)}"
+
+
+def test_attempt_begins_as_a_whole_or_not_at_all(run_dir):
+    ask(run_dir, "checkpoint")
+    begun = set()
+    for leave in range(0, RESERVE_BYTES + 40_000, 4096):
+        fill(filler(run_dir), leave)
+        before, attempt = contents(run_dir), last_attempt(run_dir)
+        try:
+            assert next_attempt(run_dir, attempt, "it was killed") == attempt + 1
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            now = contents(run_dir)
+            assert {**now, run_dir / RESERVE: None} == {**before, run_dir / RESERVE: None}, leave
+        else:
+            begun.add(leave)
+            state = read_state(run_dir)
+            assert (
+                state is not None and state.attempt == attempt + 1 and log_path(run_dir, attempt + 1, 0).parent.is_dir()
+            )
+            assert len((run_dir / RESERVE).read_bytes()) == RESERVE_BYTES
+        filler(run_dir).unlink()
+    assert begun and min(begun) >= RESERVE_BYTES
+
+
+def test_launch_into_a_full_disk_leaves_nothing(mount_memory):
+    disk = mount_memory("size=1m")
+    fill(filler(disk / "run"))
+    with pytest.raises(OSError, match="No space left"), claimed(disk / "run", {}):
+        pass
+    assert not list(disk.rglob("attempt_*"))
+
+
+def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
+    run_dir = mount_memory("size=2m") / "run"
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from tests.disks import fill; from pathlib import Path\n"
+    )
+    code += f"fill(Path({str(filler(run_dir))!r})); os.kill(os.getpid(), 9)"
+    job = JobSpec(name="a", run_dir=str(run_dir), argv=(sys.executable, "-S", "-c", code), num_processes=1)
+    status = local.submit(job).wait(60)
+    assert status.state is JobState.FAILED and status.attempt == 1
+    assert status.reason.startswith("rank 0 was killed by SIGKILL (often: out of memory); not started again: ")
+    assert "No space left on device" in status.reason and "; the disk is full: " in status.reason
+    assert last_attempt(run_dir) == 1
+
+
+def test_request_waits_for_room(run_dir):
+    ask(run_dir, "stop")
+    fill(filler(run_dir))
+    assert not take_request(run_dir, "stop", step=8) and read_asked(run_dir, "stop")
+    filler(run_dir).unlink()
+    assert take_request(run_dir, "stop", step=9) and not read_asked(run_dir, "stop")
+
+
+def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
+    for changes in ({}, {"process": Process.current().replace(start_ticks=1)}, {"state": JobState.FAILED}):
+        update_state(run_dir, attempt=1, **changes)
+        assert "full" not in read_status(run_dir).reason
+        fill(filler(run_dir), 4096)
+        assert read_status(run_dir).reason.endswith("; the disk is full: 4,096 bytes free")
+        filler(run_dir).unlink()
+    write_end(run_dir, attempt=1, rc=0, reason="done")
+    fill(filler(run_dir))
+    assert read_status(run_dir).reason == "done"
+
+
+def test_run_that_cannot_beat_is_not_taken_for_hung(run_dir, monkeypatch):
+    judge, now = HangJudge(), time.monotonic()
+    assert judge.why_hung(run_dir) is None
+    monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + 910)
+    fill(filler(run_dir))
+    assert judge.why_hung(run_dir) is None
+    filler(run_dir).unlink()
+    assert judge.why_hung(run_dir) is None, "it has its time again"
+    monkeypatch.setattr("cluster.progress.time.monotonic", lambda: now + 1830)
+    assert judge.why_hung(run_dir) is not None
+
+
+def test_line_that_was_cut_off_costs_no_other(run_dir):
+    state = read_state(run_dir)
+    assert state is not None
+    fill(filler(run_dir))
+    for number in range(60):  # to the end of a page and beyond
+        record_event(run_dir, state.replace(reason=f"{number}"))
+    filler(run_dir).unlink()
+    record_event(run_dir, state.replace(reason="room again"))
+    lines = (run_dir / "history.jsonl").read_bytes().splitlines()
+    assert read_history(run_dir)[-1].reason == "room again" and len(read_history(run_dir)) == len(lines) - 1
+    append_lines(run_dir / "new.jsonl", b"1\n")
+    append_lines(run_dir / "new.jsonl", b"2")
+    append_lines(run_dir / "new.jsonl", b"3\n")
+    assert (run_dir / "new.jsonl").read_bytes() == b"1\n2\n3\n"
+
+
+def test_process_outlives_a_log_on_a_full_disk(run_dir):
+    code = (
+        "import sys, traceback; from cluster.files import outlive_full_log; outlive_full_log()\n"
+        "print('before', flush=True)\n"
+        "from tests.disks import fill; from pathlib import Path; fill(Path(sys.argv[1]))\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: traceback.print_exc()\n"
+        "for _ in range(9): print('lost ' * 1000, flush=True); print('lost ' * 1000, file=sys.stderr)\n"
+        "Path(sys.argv[1]).unlink(); print('\\u00e4fter')\n"
+    )
+    with (run_dir / "log").open("ab") as log:
+        command = [sys.executable, "-c", code, str(filler(run_dir))]
+        assert subprocess.run(command, stdout=log, stderr=log, cwd=ROOT).returncode == 0
+    text = (run_dir / "log").read_text()
+    assert text.startswith("before\n") and text.endswith("äfter\n") and text.count("lost") < 2000
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_only_want_of_room_is_put_up_with(code):
+    with unless_full():
+        raise OSError(code, "full")
+    with pytest.raises(OSError, match="broken"), unless_full():
+        raise OSError(errno.EIO, "broken")
