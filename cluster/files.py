@@ -130,8 +130,8 @@ class Words(io.FileIO):
 def outlive_full_log() -> None:
     """Has this process go on where there is no room for what it prints."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        words = io.BufferedWriter(Words(number, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", line_buffering=True))
+        words = Words(number, "w", closefd=False)  # as of python -u
+        setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", write_through=True))
 
 
 def why_full(folder: Path) -> str | None:

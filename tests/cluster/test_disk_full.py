@@ -1,4 +1,4 @@
-"""A disk that is full under a run directory: what is recorded there, begun, asked and said all the same, or left alone."""
+"""A disk that is full under a run directory: what is recorded, begun, asked and said there all the same, or not."""
 
 import errno
 import os
@@ -139,8 +139,9 @@ def test_request_waits_for_room(run_dir):
 
 
 def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir):
-    for changes in ({}, {"process": Process.current().replace(start_ticks=1)}, {"state": JobState.FAILED}):
-        update_state(run_dir, attempt=1, **changes)
+    lost = {"process": Process.current().replace(start_ticks=1)}
+    for change in ({}, lost, {"state": JobState.FAILED}):
+        update_state(run_dir, attempt=1, lost_node=None, **change)
         assert "full" not in read_status(run_dir).reason
         fill(filler(run_dir), 4096)
         assert read_status(run_dir).reason.endswith("; the disk is full: 4,096 bytes free")
