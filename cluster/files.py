@@ -21,7 +21,7 @@ RECORD_BYTES = 16 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVE, RESERVE_BYTES = ".reserve", 128 << 10
 """What an attempt keeps back for the record of its end: 16 KB of a log, in JSON up to six times as many, and a few
-sentences. Where there is less room no attempt begins, so such a disk counts as full."""
+sentences. Where there is less room no attempt begins."""
 
 
 def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
@@ -135,9 +135,12 @@ def outlive_full_log() -> None:
 
 
 def why_full(folder: Path) -> str | None:
-    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can tell."""
+    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can tell.
+
+    With no room but what an attempt has given back at its end, and hardly more, it counts as full.
+    """
     with contextlib.suppress(OSError):
-        if (free := shutil.disk_usage(folder).free) < RESERVE_BYTES:
+        if (free := shutil.disk_usage(folder).free) < 2 * RESERVE_BYTES:
             return f"the disk is full: {free:,} bytes free"
 
 

@@ -48,7 +48,7 @@ def write_end(
 ) -> None:
     """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
 
-    On a full disk it takes what the attempt has kept back for this, and adds that to the reason.
+    On a full disk it takes the room that the attempt has kept back for this, and says so in the reason.
 
     Raises:
         StaleAttemptError: a newer attempt owns the directory.
@@ -63,7 +63,8 @@ def write_end(
         if error.errno not in FULL:
             raise
         (run_dir / RESERVE).unlink(missing_ok=True)
-        _end(run_dir, report.replace(reason=f"{reason}; {error.strerror}"))
+        full = "" if str(error.strerror) in reason else f"; {error.strerror}"
+        _end(run_dir, report.replace(reason=reason + full))
 
 
 def _end(run_dir: Path, report: ExitReport) -> None:
