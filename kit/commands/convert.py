@@ -1,4 +1,4 @@
-"""Commands on other software's checkpoints: export-hf, export-deepspeed, import-checkpoint, average, smollm2."""
+"""Commands on other software's checkpoints: export-hf, import-checkpoint, average, smollm2."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,19 +31,6 @@ def export_hf(
     from kit.convert.hugging_face import export_run
 
     _tell(export_run(*_chosen(run, step), out, precision=precision, with_tokenizer=tokenizer), as_json)
-
-
-@app.command("export-deepspeed")
-def export_deepspeed(
-    run: RunArgument,
-    step: StepArgument,
-    out: Annotated[Path, typer.Argument(help="folder to make", metavar="OUT")],
-    as_json: JsonOption = False,
-) -> None:
-    """Write a checkpoint as DeepSpeed's universal checkpoint: weights and AdamW moments, for any layout."""
-    from kit.convert.deepspeed import export_universal
-
-    _tell(export_universal(*_chosen(run, step), out), as_json)
 
 
 @app.command("import-checkpoint")

@@ -44,7 +44,6 @@ def test_every_file_follows_umask(umask: int, tmp_path: Path, tiny_dataset, monk
         for words in (
             ["export-hf", "run", "newest", "folder"],
             ["average", "mean", "folder", "folder"],
-            ["export-deepspeed", "run", "newest", "universal"],
             ["export", "run"],
             ["figure", "run"],
             ["eval", "run", "--tasks", "heldout", "--limit", "2"],

@@ -352,7 +352,6 @@ def test_commands_that_refuse(finished: Run, tmp_path: Path, monkeypatch: pytest
         (RunError, "nothing to checkpoint", ("checkpoint", run)),
         (RunError, "exists", ("export", run, "--out", "export.csv", "--format", "csv")),
         (ConfigError, "format", ("export", run, "--format", "xls")),
-        (ConfigError, "is not empty", ("export-deepspeed", run, "newest", "full")),
         (ConfigError, "only with --follow", ("eval", run, "--submit")),
         (ConfigError, "is unknown", ("eval", run, "--suite", "hlta")),
         (ConfigError, "is unknown", ("eval", run, "--tasks", "piqua")),

@@ -223,6 +223,26 @@ def test_pickled_code_is_refused(tmp_path: Path) -> None:
         import_nxd(folder, decoder.spec).decoder()
 
 
+# DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+def write_universal(decoder: Decoder, folder: Path) -> Path:
+    """Writes what the importer reads of a universal checkpoint: the master weights, whole."""
+    for name, weight in decoder.state_dict().items():
+        place = folder / "zero" / name
+        place.mkdir(parents=True)
+        torch.save({"param": weight, "cat_dim": 0}, place / "fp32.pt")
+    return folder
+
+
+def test_a_universal_checkpoint_comes_back_whole(tmp_path: Path) -> None:
+    decoder = randomised(GPT)
+    folder = write_universal(decoder, tmp_path / "global_step10")
+    assert_equal(import_universal(folder, GPT).decoder(), decoder)
+    with pytest.raises(DataError, match="has shape"):
+        import_universal(folder, GPT.replace(vocab_size=60)).decoder()
+
+
 # Megatron-DeepSpeed ----------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from cluster.descendants import LIBC
 from cluster.site import Site
 from kit.convert import run_weights
 from kit.convert.average import average_models
-from kit.convert.deepspeed import export_universal, import_universal
+from kit.convert.deepspeed import import_universal
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.neuron import import_nxd
@@ -27,7 +27,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.spec import ModelSpec
-from tests.convert.test_shards import write_megatron, write_nxd
+from tests.convert.test_shards import write_megatron, write_nxd, write_universal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
 
@@ -73,14 +73,14 @@ def sources(run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("sources")
     write_nxd(decoder, folder / "nxd", 2, 2)
     write_megatron(decoder, folder / "megatron", 2, first=1)
-    export_universal(run, 3, folder / "universal")
+    write_universal(decoder, folder / "universal")
     export_hugging_face(decoder, folder / "hugging face", max_shard_bytes=SHARD_BYTES)
     theirs = folder / "hugging face"
     return {
         "run": lambda: run_weights(run),
         "nxd": lambda: import_nxd(folder / "nxd", SPEC),
         "megatron": lambda: import_megatron_deepspeed(folder / "megatron", SPEC),
-        "universal": lambda: import_universal(folder / "universal" / "global_step3", SPEC),
+        "universal": lambda: import_universal(folder / "universal", SPEC),
         "hugging face": lambda: import_hugging_face(theirs),
         "mean": lambda: average_models([import_hugging_face(theirs), import_hugging_face(theirs)]),
     }
@@ -137,10 +137,6 @@ def test_a_model_is_never_whole_in_memory(source, sources, decoder, one_thread, 
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
 
 
-def test_a_universal_checkpoint_is_written_weight_by_weight(run: Run, one_thread, tmp_path: Path) -> None:
-    assert peak_bytes(lambda: export_universal(run, 3, tmp_path / "out")) < PEAK_BYTES
-
-
 def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
     weights, seen = run_weights(run), []
 
@@ -181,12 +177,10 @@ def test_what_is_read_is_checked_and_nothing_else(run: Run, decoder: Decoder, tm
     fill, target = run_weights(run).fill, torch.empty(1024, 256, dtype=torch.bfloat16)
     try:
         export_hugging_face(run_weights(run), tmp_path / "whole")
-        with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: a tensor's checksum"):
-            export_universal(run, 3, tmp_path / "universal")
         flip(run, f"model.{name}")
         with pytest.raises(CheckpointError, match="__0_0.distcp is damaged: a tensor's checksum"):
             export_hugging_face(run_weights(run), tmp_path / "damaged")
-        assert not (tmp_path / "damaged").exists() and not (tmp_path / "universal").exists()
+        assert not (tmp_path / "damaged").exists()
     finally:
         flip(run, f"adamw.exp_avg.{name}")
         flip(run, f"model.{name}")
