@@ -1,4 +1,4 @@
-"""Commands on other software's checkpoints: export-hf, import-checkpoint, average, smollm2."""
+"""Commands on other software's checkpoints: export-hf, import-checkpoint, average."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -70,20 +70,6 @@ def average(
     from kit.convert.average import average_folders
 
     _tell(average_folders(sources, out), as_json)
-
-
-@app.command("smollm2")
-def smollm2(
-    out: Annotated[Path | None, typer.Argument(help="also write it as a Hugging Face folder", metavar="OUT")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Fetch a real pretrained model, SmolLM2-135M-Instruct in 4 bits (93 MB); `kit eval OUT` scores it."""
-    from kit.convert.hugging_face import export_hugging_face
-    from kit.convert.smollm2 import default_directory, load_smollm2
-
-    decoder, tokenizer = load_smollm2(download=True)
-    folder = default_directory() if out is None else export_hugging_face(decoder, out, tokenizer=tokenizer)
-    _tell(folder, as_json)
 
 
 def _chosen(directory: Path, step: str) -> tuple[Run, int | None]:

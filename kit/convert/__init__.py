@@ -1,4 +1,4 @@
-"""Models in the formats of others, and out of them: Hugging Face, Megatron-LM, DeepSpeed, NeuronX Distributed, GGUF."""
+"""Models out of the formats of others and into them: Hugging Face, Megatron-LM, DeepSpeed, NeuronX Distributed."""
 
 from typing import TYPE_CHECKING
 

@@ -59,7 +59,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
     build_mirror(tasks=TASKS)
     torch.set_num_threads(1)
     demo = build_decoder(ModelSpec.preset("demo").replace(init_std=0.1)).eval()
-    smollm2, tokenizer = load_smollm2(download=True)
+    smollm2, tokenizer = load_smollm2()
     subjects = (
         Subject(name="demo", decoder=demo, tokenizer=dataset.tokenizer(), items=30, rounds=4, batch_size=32),
         Subject(name="SmolLM2-135M", decoder=smollm2, tokenizer=tokenizer, items=6, rounds=3, batch_size=8),

@@ -50,7 +50,7 @@ def main() -> None:
     from kit.convert.smollm2 import load_smollm2
     from kit.evaluate.adapter import DecoderLM
 
-    decoder, tokenizer = load_smollm2(download=True)
+    decoder, tokenizer = load_smollm2()
     lm = DecoderLM(decoder, tokenizer, sequence_length=2048)
     old = json.loads(PINNED.read_text())
     tasks = {name: [round(value, 4) for value, _ in answers(lm, name)] for name in TASKS}

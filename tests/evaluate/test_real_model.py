@@ -30,7 +30,7 @@ SAME_FILE = 5e-3
 def smollm2() -> tuple[Decoder, BytePairTokenizer]:
     try:
         build_mirror(tasks=TASKS)
-        return load_smollm2(download=True)
+        return load_smollm2()
     except DataError as error:
         pytest.skip(str(error))
 

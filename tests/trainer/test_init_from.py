@@ -98,7 +98,7 @@ def test_first_loss_of_smollm2_is_transformers(layout: dict, tmp_path: Path) -> 
     from kit.convert.hugging_face import export_hugging_face
     from kit.convert.smollm2 import load_smollm2
 
-    model, tokenizer = load_smollm2(download=True)
+    model, tokenizer = load_smollm2()
     folder = export_hugging_face(model, tmp_path / "smollm2", tokenizer=tokenizer)
     spec = load_spec(str(folder)).replace(sequence_length=64)
     text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

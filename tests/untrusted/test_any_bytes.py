@@ -18,7 +18,6 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from cluster.slurm.beat import Switchboard
 from cluster.state import read_exit, read_history, read_state
-from kit.convert.gguf import GgufFile
 from kit.convert.hugging_face import SafetensorsFolder, import_hugging_face
 from kit.data import Corpus, TokenFile, load_tokenizer
 from kit.data.dataset import DatasetInfo
@@ -245,23 +244,6 @@ def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) ->
     start = time.process_time()
     LogReader(file, parser()).read()
     assert time.process_time() - start < 5
-
-
-@fuzzed(
-    data=st.binary(max_size=120) | deep, kinds=st.lists(st.integers(0, 20), max_size=12), size=st.integers(0, 2**64 - 1)
-)
-def test_gguf(tmp_path: Path, data: bytes, kinds: list[int], size: int) -> None:
-    text = struct.pack("<Q", 1) + b"k"
-    facts = b"".join(text + struct.pack("<IIQ", 9, kind, size) for kind in kinds)
-    for body in (data, struct.pack("<QQ", 1, len(kinds)) + facts + data, struct.pack("<QQ", 0, size) + data):
-        (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
-
-        def read() -> None:
-            file = GgufFile(tmp_path / "m.gguf")
-            for name in file.names():
-                file.weight(name)
-
-        ours_or_value(read)
 
 
 CONFIG = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
