@@ -1,4 +1,4 @@
-"""Commands on other software's checkpoints: export-hf, import-checkpoint, average."""
+"""Commands on other software's checkpoints: export-hf and import-checkpoint."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -58,18 +58,6 @@ def import_checkpoint(
         "deepspeed-universal": deepspeed.import_universal,
     }
     _tell(export_hugging_face(load[kind](source, spec), out), as_json)
-
-
-@app.command("average")
-def average(
-    out: OutArgument,
-    sources: Annotated[list[Path], typer.Argument(help="Hugging Face folders of one model", metavar="SOURCE...")],
-    as_json: JsonOption = False,
-) -> None:
-    """Write the mean of several checkpoints' weights as a Hugging Face folder."""
-    from kit.convert.average import average_folders
-
-    _tell(average_folders(sources, out), as_json)
 
 
 def _chosen(directory: Path, step: str) -> tuple[Run, int | None]:

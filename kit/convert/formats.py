@@ -12,7 +12,7 @@ FORMATS = (
     ("*zero_pp_rank_*", "a ZeRO checkpoint of DeepSpeed", "becomes universal by DeepSpeed's ds_to_universal.py"),
     ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of the kind `nxd`"),
     ("adapter_config.json", "an adapter of PEFT without its model", "is not supported: merge it into its model first"),
-    ("config.json", "a Hugging Face folder", "needs no import: `kit eval` and `kit average` read it"),
+    ("config.json", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
     ("*.gguf", "a GGUF file of llama.cpp", "is not supported"),
 )
 """A pattern of a file that only this format has, what the format is, and what to do with it; the first one counts."""

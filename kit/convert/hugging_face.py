@@ -20,7 +20,7 @@ from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
 from kit.convert.whole_folder import whole_folder
-from kit.data.tokenizer import HUGGING_FACE_FILES, Tokenizer
+from kit.data.tokenizer import Tokenizer
 from kit.errors import ConfigError, DataError, MissingPackageError
 from kit.model import Decoder
 from kit.run import Run
@@ -37,7 +37,7 @@ def export_hugging_face(
     model: Decoder | Weights,
     folder: str | Path,
     *,
-    tokenizer: Tokenizer | Path | None = None,
+    tokenizer: Tokenizer | None = None,
     precision: Precision = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
@@ -46,8 +46,7 @@ def export_hugging_face(
     Args:
         model: a whole one. Of `Weights` those of one file at a time are in memory.
         folder: is made; it must be absent or empty, and appears when it is complete.
-        tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`; or a
-            Hugging Face folder, whose tokenizer is copied as it is.
+        tokenizer: is written beside the weights, so that transformers gives its ids, see `write_tokenizer`.
         precision: of the weights. `float32` is exact for a model of the kit.
         max_shard_bytes: of one weight file, unless a single weight is larger.
 
@@ -57,10 +56,12 @@ def export_hugging_face(
         MissingPackageError: safetensors or, with a tokenizer, transformers is not installed.
     """
     folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
-    config = config_of(weights.spec, precision=precision) | _token_ids(tokenizer)
+    ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
+    config = config_of(weights.spec, precision=precision) | ids
     with whole_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _add_tokenizer(part, tokenizer, weights.spec)
+        if tokenizer is not None:
+            write_tokenizer(part, tokenizer, weights.spec.sequence_length)
         _write_shards(part, weights, precision, max_shard_bytes)
     return folder
 
@@ -107,21 +108,6 @@ def export_run(
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
     return export_hugging_face(run_weights(run, step), folder, tokenizer=tokenizer, precision=precision)
-
-
-def _token_ids(tokenizer: Tokenizer | Path | None) -> dict[str, Any]:
-    if not isinstance(tokenizer, Path):
-        return {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
-    theirs = _read_table(tokenizer / "config.json", "Give a folder of Hugging Face's.")
-    return {key: theirs.get(key) for key in ("bos_token_id", "eos_token_id")}
-
-
-def _add_tokenizer(folder: Path, tokenizer: Tokenizer | Path | None, spec: ModelSpec) -> None:
-    if isinstance(tokenizer, Path):
-        for file in (file for pattern in HUGGING_FACE_FILES for file in tokenizer.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
-    elif tokenizer is not None:
-        write_tokenizer(folder, tokenizer, spec.sequence_length)
 
 
 # Import ----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def quality_figure(runs: Runs = ()) -> tuple[Any, Rows]:
 
 
 def averaging_figure(runs: Runs = ()) -> tuple[Any, Rows]:
-    """Returns Table IV, two checkpoints of the 70B and their mean (`kit average` makes yours); and its rows."""
+    """Returns Table IV, two checkpoints of the 70B and their mean, and its rows."""
     return _table("IV", [], [], "The mean of both checkpoints has the best average.")
 
 

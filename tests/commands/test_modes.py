@@ -43,7 +43,6 @@ def test_every_file_follows_umask(umask: int, tmp_path: Path, tiny_dataset, monk
         degrees = [f"--set=plan.{kind}_parallel=1" for kind in ("tensor", "pipeline", "data")]
         for words in (
             ["export-hf", "run", "newest", "folder"],
-            ["average", "mean", "folder", "folder"],
             ["export", "run"],
             ["figure", "run"],
             ["eval", "run", "--tasks", "heldout", "--limit", "2"],

@@ -8,9 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from kit.commands.app import app
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.hugging_face import import_hugging_face
 from kit.errors import ConfigError
-from kit.model import build_decoder
 from tests.convert.test_shards import GPT, randomised, write_megatron
 
 
@@ -24,14 +23,6 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
     assert json.loads(answer.stdout)["bytes"] > 4 * GPT.num_params
     found = import_hugging_face(tmp_path / "out").decoder()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), decoder.parameters(), strict=True))
-
-
-def test_averages_are_written(tmp_path: Path) -> None:
-    folders = [str(export_hugging_face(build_decoder(GPT, seed=seed), tmp_path / str(seed))) for seed in (1, 2)]
-    answer = CliRunner().invoke(app, ["average", str(tmp_path / "mean"), *folders])
-    assert answer.exit_code == 0, answer.output
-    first, second, mean = (import_hugging_face(tmp_path / name).decoder().norm for name in ("1", "2", "mean"))
-    assert torch.equal(mean.weight, (first.weight + second.weight) / 2)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ The makers below follow the layers' meaning, with loops over heads, so that they
 
 import argparse
 import enum
-import json
 import sys
 import types
 from pathlib import Path
@@ -14,13 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kit.convert.average import average_folders, average_models
 from kit.convert.deepspeed import import_universal
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
+from kit.convert.hugging_face import import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.names import to_theirs
 from kit.convert.neuron import import_nxd
-from kit.convert.weights import Weights
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
@@ -396,28 +393,3 @@ def test_other_formats_are_called_by_their_name(files: list[str], message: str, 
     if "config.json" not in files:
         with pytest.raises(DataError, match=message):
             import_hugging_face(tmp_path).decoder()
-
-
-# Averages --------------------------------------------------------------------------------------------------------
-
-
-def test_the_average_is_the_mean_of_the_weights(tmp_path: Path) -> None:
-    decoders = [build_decoder(GPT, seed=seed) for seed in range(3)]
-    expected = [sum(p.double() for p in ps) / 3 for ps in zip(*(d.parameters() for d in decoders), strict=True)]
-    folders = [export_hugging_face(d, tmp_path / str(i)) for i, d in enumerate(decoders)]
-    for name, text in {"vocab.json": "{}", "merges.txt": "", "chat_template.jinja": "x"}.items():
-        (folders[0] / name).write_text(text)
-    config = json.loads((folders[0] / "config.json").read_text())
-    (folders[0] / "config.json").write_text(json.dumps({**config, "eos_token_id": [3, 5]}))
-    found = import_hugging_face(average_folders(folders, tmp_path / "mean")).decoder()
-    assert {"vocab.json", "merges.txt", "chat_template.jinja"} <= {file.name for file in (tmp_path / "mean").iterdir()}
-    assert json.loads((tmp_path / "mean" / "config.json").read_text())["eos_token_id"] == [3, 5]
-    for parameter, mean in zip(found.parameters(), expected, strict=True):
-        assert torch.equal(parameter, mean.float())
-
-
-def test_averages_of_nothing_or_of_two_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no checkpoint was given"):
-        average_models([])
-    with pytest.raises(ConfigError, match="not the same model"):
-        average_models([Weights.of(build_decoder(spec)) for spec in (GPT, GPT.replace(num_layers=2))])

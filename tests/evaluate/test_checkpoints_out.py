@@ -1,13 +1,10 @@
-"""Checkpoints of a run leave it: as a Hugging Face folder, and as their mean (HLAT's Table IV)."""
+"""Checkpoints of a run leave it as a Hugging Face folder."""
 
 import pytest
 import torch
 
-from kit.convert import run_weights
-from kit.convert.average import average_models
 from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError
-from kit.model import build_decoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")  # saving without a process group is meant
 
@@ -24,12 +21,3 @@ def test_exported_checkpoint_has_the_weights_and_the_tokenizer_of_its_run(run, t
     with pytest.raises(CheckpointError, match="step 7"):
         export_run(run, 7, tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def test_mean_of_checkpoints(run, tiny_decoder, save_checkpoint):
-    other = build_decoder(run.spec, seed=5)
-    save_checkpoint(run, other, 6)
-    mean = average_models([run_weights(run, step) for step in (3, 6)]).decoder()
-    for name, weight in mean.named_parameters():
-        expected = (tiny_decoder.get_parameter(name).double() + other.get_parameter(name).double()) / 2
-        torch.testing.assert_close(weight.double(), expected, rtol=1e-7, atol=1e-9)

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from cluster.record import ConfigError
 from cluster.site import Site
 from kit.convert import load_model
-from kit.convert.average import average_folders
 from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.convert.megatron import import_megatron_deepspeed
 from kit.convert.neuron import import_nxd
@@ -211,8 +210,6 @@ def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
         torch.save({"model.norm.weight": Payload(canary)}, folder / name)
         with pytest.raises(DataError, match="pickled .bin files are not read|not a readable safetensors file"):
             import_hugging_face(folder).decoder()
-        with pytest.raises(DataError):
-            average_folders([folder], tmp_path / "mean")
     index = {"weight_map": {"model.norm.weight": "../honest/model.safetensors"}}
     (tmp_path / "model.safetensors" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="plain name of a file in the same folder"):
