@@ -1,23 +1,22 @@
 """A sentencepiece `.model` as the `tokenizer.json` that gives the same ids.
 
-What transformers itself makes of such a file splits at spaces, adds no space before a text that begins with one, and
-joins pieces of equal score in the order of their ids. Sources: sentencepiece_model.proto, normalizer.cc, bpe_model.cc
-and unigram_model.cc of github.com/google/sentencepiece; the library `tokenizers`. Three things it cannot express, so
-that the comparison of the written folder refuses them where they show: user-defined symbols in a model that puts a
-space before the text, ties of a unigram model (its scores are added in another precision), and marks that NFKC moves.
+What transformers itself makes of such a file (its LlamaTokenizer) adds no space before a text that
+begins with one, and joins pieces of equal score in the order of their ids; its SentencePieceBackend
+gives the ids and not the text back: a byte stays `<0x0A>`. Sources: sentencepiece_model.proto,
+normalizer.cc, bpe_model.cc and unigram_model.cc of github.com/google/sentencepiece; the library
+`tokenizers`. Three things it cannot express, so that the comparison of the written folder refuses
+them where they show: user-defined symbols in a model that puts a space before the text, ties of a
+unigram model (its scores are added in another precision), and marks that NFKC moves.
 """
 
 from typing import Any
 
 from kit.errors import DataError, MissingPackageError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Types of pieces."""
-UNIGRAM, BPE = 1, 2
 SPACE = "▁"
 """How sentencepiece writes a space."""
 NEVER = 1000.0
-"""Below the lowest score of a unigram model: such a piece loses against the same text letter by letter."""
+"""Below the lowest score of a unigram model: such a piece loses against its letters one by one."""
 
 
 def to_tokenizer_json(data: bytes) -> bytes:
@@ -27,34 +26,31 @@ def to_tokenizer_json(data: bytes) -> bytes:
         DataError: the model is neither BPE nor unigram.
         MissingPackageError: protobuf is not installed.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 
     model = _read(data)
     tokenizer = Tokenizer(_model(model))
-    tokenizer.normalizer = _normalizer(model.normalizer_spec)
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if model.normalizer_spec.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", left=1, right=0))
+    tokenizer.normalizer = normalizers.Sequence(_steps(model.normalizer_spec))
+    strip = [decoders.Strip(" ", left=1, right=0)] if model.normalizer_spec.add_dummy_prefix else []
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
-    for kind in (CONTROL, USER_DEFINED):
-        pieces = [piece.piece for piece in model.pieces if piece.type == kind]
-        add = tokenizer.add_special_tokens if kind == CONTROL else tokenizer.add_tokens
-        add([AddedToken(piece, normalized=False, special=kind == CONTROL) for piece in pieces])
+    added = [piece for piece in model.pieces if piece.type in (piece.CONTROL, piece.USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(p.piece, normalized=False, special=p.type == p.CONTROL) for p in added])
     return tokenizer.to_str().encode()
 
 
 def piece_texts(data: bytes) -> list[str]:
-    """Returns each piece of a sentencepiece model as text, user-defined symbols also between words."""
+    """Returns each piece of a model as text, user-defined symbols also between words."""
     model = _read(data)
-    symbols = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
-    return [piece.piece.replace(SPACE, " ") for piece in model.pieces] + [f"a{symbol} b" for symbol in symbols]
+    symbols = [f"a{piece.piece} b" for piece in model.pieces if piece.type == piece.USER_DEFINED]
+    return [piece.piece.replace(SPACE, " ") for piece in model.pieces] + symbols
 
 
 def _read(data: bytes) -> Any:
     try:
         from sentencepiece import sentencepiece_model_pb2
     except ImportError as error:
-        raise MissingPackageError("protobuf", "eval", "Writing a sentencepiece model for transformers") from error
+        raise MissingPackageError("protobuf", "eval", "Writing a .model for transformers") from error
     protocol: Any = sentencepiece_model_pb2  # its classes are made at import
     return protocol.ModelProto.FromString(data)
 
@@ -62,20 +58,19 @@ def _read(data: bytes) -> Any:
 def _model(model: Any) -> Any:
     from tokenizers import models
 
+    trainer = model.trainer_spec
     ids = {piece.piece: number for number, piece in enumerate(model.pieces)}
-    unknown = next(piece.piece for piece in model.pieces if piece.type == UNKNOWN)
-    kind, bytes_too = model.trainer_spec.model_type, model.trainer_spec.byte_fallback
-    if kind == BPE:
-        scores = {piece.piece: piece.score for piece in model.pieces if piece.type == NORMAL}
-        return models.BPE(ids, _merges(scores), unk_token=unknown, fuse_unk=True, byte_fallback=bytes_too)
-    if kind == UNIGRAM:
+    normal = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
+    unknown = next(piece.piece for piece in model.pieces if piece.type == piece.UNKNOWN)
+    if trainer.model_type == trainer.BPE:
+        return models.BPE(ids, _merges(normal), unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+    if trainer.model_type == trainer.UNIGRAM:
         lowest = min(piece.score for piece in model.pieces) - NEVER  # of what text never yields, such as `</s>`
-        scored = [(piece.piece, piece.score if piece.type == NORMAL else lowest) for piece in model.pieces]
-        return models.Unigram(scored, ids[unknown], bytes_too)
-    name = model.trainer_spec.DESCRIPTOR.enum_types_by_name["ModelType"].values_by_number[kind].name
+        scored = [(piece, normal.get(piece, lowest)) for piece in ids]
+        return models.Unigram(scored, ids[unknown], trainer.byte_fallback)
     raise DataError(
-        f"tokenizer: a sentencepiece model of type {name} cannot be written for transformers, only BPE and UNIGRAM. "
-        f"Export without it (`--no-tokenizer`, or tokenizer=None)."
+        f"tokenizer: a sentencepiece model of type {trainer.ModelType.Name(trainer.model_type)} cannot be written for "
+        f"transformers, only BPE and UNIGRAM. Export without it (`--no-tokenizer`, or tokenizer=None)."
     )
 
 
@@ -85,30 +80,23 @@ def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     Of pairs that tie, sentencepiece takes the leftmost in the text. In a run of one character, which is where ties are
     seen (all pieces of spaces have one score in LLaMA's and Mistral's models), that is the one with the longest left.
     """
-    found = []
-    for number, (piece, score) in enumerate(scores.items()):
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in scores and right in scores:
-                found.append((-score, -cut, number, left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+    pairs = [(piece, cut) for piece in scores for cut in range(len(piece) - 1, 0, -1)]
+    pairs.sort(key=lambda pair: (-scores[pair[0]], -pair[1]))
+    halves = ((piece[:cut], piece[cut:]) for piece, cut in pairs)
+    return [(left, right) for left, right in halves if left in scores and right in scores]
 
 
-def _normalizer(spec: Any) -> Any:
+def _steps(spec: Any) -> list[Any]:
     from tokenizers import Regex, normalizers
 
-    steps: list[Any] = []
-    if spec.precompiled_charsmap:
-        # The map knows sequences; `tokenizers` applies it to what is shown as one character, and loses parts of some.
-        if spec.name.startswith("nmt"):
-            steps.append(normalizers.Replace("\r", " "))
-        if "nfkc" in spec.name:
-            steps.append(normalizers.NFKC())
-        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""))
-    if spec.add_dummy_prefix:
-        steps.append(normalizers.Prepend(SPACE))
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    return normalizers.Sequence(steps)
+    charsmap = spec.precompiled_charsmap
+    # The map knows sequences; `tokenizers` applies it to what is shown as one character, and loses parts of some.
+    steps = [
+        charsmap and spec.name.startswith("nmt") and normalizers.Replace("\r", " "),
+        charsmap and "nfkc" in spec.name and normalizers.NFKC(),
+        charsmap and normalizers.Precompiled(charsmap),
+        spec.remove_extra_whitespaces and normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""),
+        spec.add_dummy_prefix and normalizers.Prepend(SPACE),
+        spec.escape_whitespaces and normalizers.Replace(" ", SPACE),
+    ]
+    return [step for step in steps if step]
