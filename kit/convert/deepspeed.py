@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.neuron import load_tensors
-from kit.convert.weights import Weights, parameter_shapes
+from kit.convert.weights import Weights, load_tensors, parameter_shapes
 from kit.errors import DataError
 from kit.spec import ModelSpec
 

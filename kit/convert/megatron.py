@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from kit.convert.formats import named
-from kit.convert.neuron import load_tensors
-from kit.convert.weights import Weights
+from kit.convert.weights import Weights, load_tensors
 from kit.errors import DataError
 from kit.run.checkpoint_reader import Values
 from kit.spec import ModelSpec

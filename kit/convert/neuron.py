@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kit.convert.names import from_theirs
-from kit.convert.weights import Weights
+from kit.convert.weights import Weights, load_tensors
 from kit.errors import ConfigError, DataError
 from kit.spec import ModelSpec
 
@@ -182,23 +182,3 @@ def _weights(file: Path) -> dict[str, Any]:
     with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
         state = load_tensors(file)
     return state["model"] if isinstance(state.get("model"), dict) else state
-
-
-def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values are unpickled.
-
-    A tensor alone has the name "".
-
-    Raises:
-        DataError: the file is damaged, or holds code.
-    """
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(state, dict | Tensor):
-            raise TypeError(f"it holds a {type(state).__name__}")
-        return state if isinstance(state, dict) else {"": state}
-    except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights alone."
-        ) from error

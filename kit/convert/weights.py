@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,3 +66,23 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Returns the shape of each weight by the kit's name, in the order of the model."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+
+
+def load_tensors(file: Path) -> dict[str, Any]:
+    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values are unpickled.
+
+    A tensor alone has the name "".
+
+    Raises:
+        DataError: the file is damaged, or holds code.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(state, dict | Tensor):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        return state if isinstance(state, dict) else {"": state}
+    except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights alone."
+        ) from error
