@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
-from kit.engines.neuron.weights import Weights
+from kit.engines.neuron.weights import RankWeights
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -44,7 +44,7 @@ class NeuronEngine:
         self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None
-        self.weights = Weights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
+        self.weights = RankWeights(spec, plan, tensor_rank=self.nxd.tensor_rank, seed=seed)
         self.model = self.nxd.model(config=self.config, build=self._build)
         named = list(self.model.named_parameters())
         self.optimizer = self.nxd.optimizer(

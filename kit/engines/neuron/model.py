@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kit.engines.neuron.adapter import Nxd
-from kit.engines.neuron.weights import Weights
+from kit.engines.neuron.weights import RankWeights
 from kit.model import rotary_table, rotate
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -27,7 +27,7 @@ class NxdLlama(nn.Module):
     The loss is multiplied by `loss_scale`: 1 / micro-batches where NxD does not divide by them itself.
     """
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: Weights, loss_scale: float = 1.0) -> None:
+    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, loss_scale: float = 1.0) -> None:
         super().__init__()
         self.is_pipelined = plan.pipeline_parallel > 1
         self.model = NxdStack(spec, plan, nxd, weights)
@@ -48,7 +48,7 @@ class NxdLlama(nn.Module):
 class NxdStack(nn.Module):
     """Embedding, blocks and final norm."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: Weights) -> None:
+    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights) -> None:
         super().__init__()
         self.embed_tokens = nxd.embedding(rows=spec.vocab_size, features=spec.hidden_size)
         weights.mark_column(self.embed_tokens, "embedding.tokens.weight")
@@ -124,7 +124,9 @@ class NxdCoreAttention(nn.Module):
 class NxdAttention(nn.Module):
     """Causal self-attention; query, key and value from one layer."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: Weights, name: str, rotary_2TD: Tensor) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, name: str, rotary_2TD: Tensor
+    ) -> None:
         super().__init__()
         hidden, key = spec.hidden_size, spec.num_kv_heads * spec.head_size
         self.head_size, self.is_grouped = spec.head_size, spec.num_kv_heads < spec.num_heads
@@ -167,7 +169,7 @@ class NxdGate(nn.Module):
 class NxdFeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up from one layer."""
 
-    def __init__(self, spec: ModelSpec, nxd: Nxd, weights: Weights, name: str) -> None:
+    def __init__(self, spec: ModelSpec, nxd: Nxd, weights: RankWeights, name: str) -> None:
         super().__init__()
         hidden, wide = spec.hidden_size, spec.ffn_hidden_size
         self.gate_up_proj = nxd.column(inputs=hidden, outputs=2 * wide, fused=2)
@@ -184,7 +186,9 @@ class NxdFeedForward(nn.Module):
 class NxdBlock(nn.Module):
     """One pre-norm transformer block, the unit of which pipeline stages are made."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: Weights, name: str, rotary_2TD: Tensor) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, nxd: Nxd, weights: RankWeights, name: str, rotary_2TD: Tensor
+    ) -> None:
         super().__init__()
         self.input_layernorm = NxdNorm(spec, plan)
         self.self_attn = NxdAttention(spec, plan, nxd, weights, f"{name}.attention", rotary_2TD)

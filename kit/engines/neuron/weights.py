@@ -14,7 +14,7 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 
 
-class Weights:
+class RankWeights:
     """Marks modules with what this tensor rank holds, and fills them; without a seed they stay unset."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, *, tensor_rank: int, seed: int | None) -> None:
