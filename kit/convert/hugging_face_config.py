@@ -181,7 +181,7 @@ def load_spec(name: str) -> ModelSpec:
     if not isinstance(table, dict) or "model_type" not in table:
         return ModelSpec.read(file)
     try:
-        return spec_of(table, name=file.resolve().parent.name)
+        return spec_of(table, name=file.parent.resolve().name)
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(f"{file}: damaged ({type(error).__name__}: {error}). Copy it again.") from error
 

@@ -145,6 +145,9 @@ def test_what_does_not_fit_is_refused_before_a_launch(tmp_path: Path, tiny_datas
 
 def test_a_model_is_named_by_config_json(tmp_path: Path) -> None:
     folder = save(tmp_path / "theirs", "llama")
+    (tmp_path / "blobs").mkdir()  # as the hub's cache keeps files: a snapshot links to them
+    (folder / "config.json").rename(tmp_path / "blobs" / "config")
+    (folder / "config.json").symlink_to(tmp_path / "blobs" / "config")
     spec = load_spec(str(folder / "config.json"))
     assert (spec.name, spec.num_layers, spec.num_kv_heads) == ("theirs", 2, 2) and load_spec(str(folder)) == spec
     (folder / "spec.json").write_text(spec.replace(name="ours").to_json())
