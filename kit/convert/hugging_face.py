@@ -15,7 +15,7 @@ from torch import Tensor
 from cluster.record import check_file_name
 from kit.convert import run_weights
 from kit.convert.formats import named
-from kit.convert.hugging_face_config import Precision, config_of, spec_of
+from kit.convert.hugging_face_config import Precision, config_of, load_spec
 from kit.convert.names import from_theirs, their_name, to_theirs
 from kit.convert.tokenizer import write_tokenizer
 from kit.convert.weights import Weights, parameter_shapes
@@ -67,34 +67,26 @@ def export_hugging_face(
 
 
 def _write_shards(folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int) -> None:
-    """Writes the weight files as `save_pretrained` names and fills them, and last their index, if they are several."""
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise MissingPackageError("safetensors", "eval", "Writing a Hugging Face folder") from error
+    """Writes the weight files as `save_pretrained` names and fills them, and their index if several."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    save_file = _safetensors().torch.save_file
     spec, ours = weights.spec, parameter_shapes(weights.spec)
     dtype = getattr(torch, precision)
-    theirs = to_theirs(spec, ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items()))
-    shards: list[dict[str, Tensor]] = [{}]
-    for name, weight in theirs.items():
-        if shards[-1] and sum(held.nbytes for held in shards[-1].values()) + weight.nbytes > max_shard_bytes:
-            shards.append({})
-        shards[-1][name] = weight
-    file_of = {}
-    for number, shard in enumerate(shards, start=1):
-        part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file_of |= dict.fromkeys(shard, f"model{part}.safetensors")
-        made = {name: torch.empty_like(weight, device="cpu") for name, weight in shard.items()}
+    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
+    theirs = to_theirs(spec, empty)
+    split = split_torch_state_dict_into_shards(theirs, max_shard_size=max_shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        made = {name: torch.empty_like(theirs[name], device="cpu") for name in names}
         places = (name for name in ours if their_name(spec, name) in made)
-        weights.fill(
-            {name: from_theirs(spec, name, made.__getitem__) for name in places}
-        )  # each in its place in theirs
-        file = folder / file_of[next(iter(shard))]
-        save_file(made, file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", file)  # safetensors makes files that only their owner may read
+        # Each is filled in its place in theirs.
+        weights.fill({name: from_theirs(spec, name, made.__getitem__) for name in places})
+        save_file(made, folder / file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read.
+        shutil.copymode(folder / "config.json", folder / file)
         del made  # before the next one is
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(w.nbytes for w in theirs.values())}, "weight_map": file_of}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -117,19 +109,16 @@ def import_hugging_face(folder: str | Path) -> Weights:
     """Returns the weights of a Hugging Face folder.
 
     Raises:
-        ConfigError: the architecture is not one of the two, or differs from the kit's decoder in something.
+        ConfigError: the configuration is damaged, or of a model that differs from the kit's decoder.
         DataError: the folder has no configuration or no safetensors, or a weight is missing or of another shape.
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
-    config = _read_table(folder / "config.json", f"{named(folder, 'Hugging Face')}Give a folder of Hugging Face's.")
-    try:
-        spec = spec_of(config, name=folder.resolve().name)
-    except (KeyError, TypeError, ArithmeticError) as error:
+    if not (folder / "config.json").is_file():
         raise DataError(
-            f"{folder / 'config.json'}: damaged ({type(error).__name__}: {error}). Copy it again."
-        ) from error
-    weights = SafetensorsFolder(folder)
+            f"{folder}: has no config.json. {named(folder, 'Hugging Face')}Give a folder of Hugging Face's."
+        )
+    spec, weights = load_spec(str(folder.resolve() / "config.json")), SafetensorsFolder(folder)
     if spec.num_params > weights.size_bytes:  # before memory is asked for
         raise DataError(
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files have "
@@ -193,27 +182,21 @@ class SafetensorsFolder:
             return weights.get_tensor(name)
 
     def _open(self, file: str) -> Any:
+        safetensors = _safetensors()
         try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise MissingPackageError("safetensors", "eval", "Reading a Hugging Face folder") from error
-        try:
-            return safe_open(self.folder / file, framework="pt")
-        except (OSError, SafetensorError) as error:
+            return safetensors.safe_open(self.folder / file, framework="pt")
+        except (OSError, safetensors.SafetensorError) as error:
             raise DataError(
                 f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
             ) from error
 
 
-def _read_table(file: Path, advice: str) -> dict[str, Any]:
-    """Returns the table in a JSON file, or raises DataError where it is missing, or something else."""
+def _safetensors() -> Any:
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file.parent}: no readable {file.name} ({error}). {advice}") from error
-    if not isinstance(table, dict):
-        raise DataError(f"{file.parent}: no readable {file.name} (it holds no table). {advice}")
-    return table
+        import safetensors.torch
+    except ImportError as error:
+        raise MissingPackageError("safetensors", "eval", "A Hugging Face folder") from error
+    return safetensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -223,9 +206,10 @@ def _weight_map(index: Path) -> dict[str, str]:
         DataError: the index is damaged.
         ConfigError: it names a file elsewhere.
     """
-    files = _read_table(index, "Copy it again.").get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise DataError(f"{index}: damaged: it has no weight_map from names to files. Copy it again.")
+    try:
+        files = {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"{index}: damaged: it has no weight_map from names to files. Copy it again.") from error
     for file in set(files.values()):
         check_file_name(file, f"{index.name}: weight_map")
     return files

@@ -31,9 +31,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         part.mkdir()
         yield part
         try:
-            if folder.exists():
-                folder.rmdir()
-            os.replace(part, folder)
+            os.replace(part, folder)  # over an empty one too
         except OSError:
             refuse_occupied(folder)  # somebody else was faster
             raise

@@ -206,7 +206,7 @@ def test_nothing_is_overwritten_and_damage_is_told(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
     with pytest.raises(DataError, match="has no weight 'model.layers.3"):
         import_hugging_face(folder).decoder()
-    with pytest.raises(DataError, match="no readable config.json"):
+    with pytest.raises(DataError, match="has no config.json. Give a folder"):
         import_hugging_face(tmp_path).decoder()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
