@@ -1,7 +1,8 @@
-"""DeepSpeed's universal checkpoints: weights that any DeepSpeed program trained, once its converter has merged them.
+"""DeepSpeed's universal checkpoints: what its converter makes of the files of ranks.
 
 Under `zero/` is a folder for each weight, whole, by the name that the module gives it. Source:
-deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of github.com/deepspeedai/DeepSpeed, 0.19.8.
+deepspeed/checkpoint/ds_to_universal.py and universal_checkpoint.py of DeepSpeed 0.19.8
+(github.com/deepspeedai/DeepSpeed).
 """
 
 from pathlib import Path
@@ -17,8 +18,8 @@ from kit.spec import ModelSpec
 def import_universal(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a universal checkpoint.
 
-    The folder is `global_stepN`, written by DeepSpeed's converter for a module of the kit; its files do not describe
-    the model.
+    The folder is `global_stepN`, written by DeepSpeed's converter for a module of the kit; its
+    files do not describe the model.
 
     Raises:
         DataError: a weight is missing, damaged or of another shape.

@@ -10,11 +10,27 @@ from cluster.record import suggestion
 from kit.errors import ConfigError
 from kit.spec import ModelSpec, RopeScaling
 
+OTHER_WORK = (
+    "num_experts",
+    "multi_latent_attention",
+    "window_size",
+    "mtp_num_layers",
+    "hybrid_attention_ratio",
+    "hybrid_override_pattern",
+    "hybrid_layer_pattern",
+)
+"""Arguments of Megatron's by which a token takes other work than in the kit's decoder."""
 REFUSED = (
-    "num_experts", "window_size", "multi_latent_attention", "mtp_num_layers", "qk_layernorm", "add_qkv_bias",
-    "squared_relu", "quick_geglu", "rotary_interleaved", "no_rope_freq", "rotary_seq_len_interpolation_factor",
-    "apply_residual_connection_post_layernorm", "hybrid_attention_ratio",
-)  # fmt: skip
+    *OTHER_WORK,
+    "qk_layernorm",
+    "add_qkv_bias",
+    "squared_relu",
+    "quick_geglu",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "apply_residual_connection_post_layernorm",
+)
 POSITIONS = ("learned_absolute", "rope")
 FIXED = {"rotary_percent": ("1", "1.0"), "softmax_type": ("vanilla",), "position_embedding_type": POSITIONS}
 """Arguments of Megatron's that make another model, and those that must be as the kit's decoder is."""

@@ -35,7 +35,9 @@ def to_tokenizer_json(data: bytes) -> bytes:
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
     added = [piece for piece in model.pieces if piece.type in (piece.CONTROL, piece.USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(p.piece, normalized=False, special=p.type == p.CONTROL) for p in added])
+    tokenizer.add_tokens(
+        [AddedToken(p.piece, special=p.type == p.CONTROL, normalized=False) for p in added],
+    )
     return tokenizer.to_str().encode()
 
 
@@ -63,22 +65,26 @@ def _model(model: Any) -> Any:
     normal = {piece.piece: piece.score for piece in model.pieces if piece.type == piece.NORMAL}
     unknown = next(piece.piece for piece in model.pieces if piece.type == piece.UNKNOWN)
     if trainer.model_type == trainer.BPE:
-        return models.BPE(ids, _merges(normal), unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)
+        rules = {"unk_token": unknown, "byte_fallback": trainer.byte_fallback, "fuse_unk": True}
+        return models.BPE(ids, _merges(normal), **rules)
     if trainer.model_type == trainer.UNIGRAM:
-        lowest = min(piece.score for piece in model.pieces) - NEVER  # of what text never yields, such as `</s>`
+        # Of what text never yields, such as `</s>`.
+        lowest = min(piece.score for piece in model.pieces) - NEVER
         scored = [(piece, normal.get(piece, lowest)) for piece in ids]
         return models.Unigram(scored, ids[unknown], trainer.byte_fallback)
     raise DataError(
-        f"tokenizer: a sentencepiece model of type {trainer.ModelType.Name(trainer.model_type)} cannot be written for "
-        f"transformers, only BPE and UNIGRAM. Export without it (`--no-tokenizer`, or tokenizer=None)."
+        f"tokenizer: a sentencepiece model of type {trainer.ModelType.Name(trainer.model_type)} "
+        f"cannot be written for transformers, only BPE and UNIGRAM. Export without it "
+        f"(`--no-tokenizer`, or tokenizer=None)."
     )
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Returns all pairs that make a piece, best score first.
 
-    Of pairs that tie, sentencepiece takes the leftmost in the text. In a run of one character, which is where ties are
-    seen (all pieces of spaces have one score in LLaMA's and Mistral's models), that is the one with the longest left.
+    Of pairs that tie, sentencepiece takes the leftmost in the text. In a run of one character,
+    where ties are seen (all pieces of spaces have one score in LLaMA's and Mistral's models), that
+    is the one with the longest left.
     """
     pairs = [(piece, cut) for piece in scores for cut in range(len(piece) - 1, 0, -1)]
     pairs.sort(key=lambda pair: (-scores[pair[0]], -pair[1]))
@@ -90,7 +96,8 @@ def _steps(spec: Any) -> list[Any]:
     from tokenizers import Regex, normalizers
 
     charsmap = spec.precompiled_charsmap
-    # The map knows sequences; `tokenizers` applies it to what is shown as one character, and loses parts of some.
+    # The map knows sequences; `tokenizers` applies it to what shows as one character, and loses
+    # parts of some.
     steps = [
         charsmap and spec.name.startswith("nmt") and normalizers.Replace("\r", " "),
         charsmap and "nfkc" in spec.name and normalizers.NFKC(),

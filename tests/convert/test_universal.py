@@ -1,4 +1,4 @@
-"""Universal checkpoints: the kit reads those that DeepSpeed's own converter makes of DeepSpeed's checkpoints."""
+"""The kit reads the universal checkpoints that DeepSpeed's own converter makes."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ def imported():
 
 
 def train(spec: ModelSpec, plan: Plan, out: Path) -> None:
-    """Trains two steps, and writes DeepSpeed's own checkpoint and the weights that the engine holds."""
+    """Trains two steps, and writes DeepSpeed's own checkpoint and the weights of the engine."""
     engine = build(spec, plan)
     for samples in batches(spec, plan, engine.data_rank, steps=2):
         engine.train_step(samples, 1e-3)
@@ -39,9 +39,14 @@ def test_what_deepspeeds_converter_makes_is_read_to_the_bit(stage, llama_spec, t
     plan = make_plan({"data_parallel": 2, "zero_stage": stage}, "deepspeed")
     run_ranks(2, train, spec, plan, tmp_path)
     arguments = argparse.Namespace(
-        input_folder=str(tmp_path / "deepspeed" / "last"), output_folder=str(tmp_path / "back"), num_extract_workers=1,
-        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
+        input_folder=str(tmp_path / "deepspeed" / "last"),
+        output_folder=str(tmp_path / "back"),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
     ds_to_universal.main(arguments)
     found = import_universal(tmp_path / "back", spec).decoder().state_dict()
     weights = torch.load(tmp_path / "weights0.pt") | torch.load(tmp_path / "weights1.pt")
