@@ -1,0 +1,496 @@
+"""A run is mine or it is only read: every command and every view, on a run of somebody else that anybody may write.
+
+Permissions stop nothing here: folders are 0777 and files 0666, so that what is not written is not written by choice.
+"""
+
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import cluster
+from cluster.job import Job
+from cluster.login.mirror import Mirror
+from cluster.scheduler import Slurm
+from cluster.site import Fact, Site, There
+from cluster.state import JobError, JobState, RunState, SchedulerJob, read_exit, write_end
+from kit import launcher
+from kit.commands.app import app
+from kit.errors import ConfigError, RunError
+from kit.evaluate import evaluate
+from kit.evaluate.follow import follow_run
+from kit.measure.site import remeasure
+from kit.monitor.actions import NAMES
+from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.live import curve_html, view_html
+from kit.monitor.sinks import copy_metrics
+from kit.monitor.text import recorded_alerts, status_row, status_table
+from kit.monitor.watcher import watch_over
+from kit.run import Run
+from kit.run.profile import ask_profile
+from tests.monitor.test_importers import ARGUMENTS, head, line
+from tests.untrusted import hostile
+from tests.untrusted.hostile import STRANGER, Calls, beyond_questions, changes, finished_run, open_to_all, tree
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ROOT = Path(__file__).parents[2]
+SCORE = "eval RUN --tasks heldout --limit 2 --batch-tokens 256"
+COMMANDS = f"""
+look   status RUN
+look   status RUN --json
+look   watch RUN
+look   runs FOLDER --json
+look   runs FOLDER --compare NAME --out OUT/compare.png
+refuse runs RUN --compare .
+look   alerts RUN
+look   explain RUN
+look   goodput RUN
+look   logs RUN
+look   logs RUN --follow
+look   engine RUN
+look   figure RUN --out OUT/figure.png
+refuse figure RUN
+look   figure frontier-fig9 --run RUN --out OUT/paper.png
+look   export RUN --out OUT/steps.csv --format csv
+refuse export RUN
+look   rehearse RUN
+look   calibrate RUN
+look   generate RUN a --tokens 1
+look   export-hf RUN newest OUT/hf
+look   export-deepspeed RUN newest OUT/deepspeed
+score  {SCORE}
+score  {SCORE} --follow
+refuse {SCORE} --follow --submit
+refuse launch RUN
+refuse launch RUN --steps 99
+show   launch RUN --show
+refuse resume RUN
+refuse resume RUN --steps 99 --device cpu
+taken  attach RUN --there /there/run --site LOGIN
+refuse stop RUN
+refuse stop RUN --now
+refuse checkpoint RUN
+refuse profile RUN
+show   profile RUN --last
+refuse sink RUN --to tensorboard --no-follow
+refuse alarm RUN
+refuse bench site --apply RUN
+refuse import LOG --out RUN --site lumi --format megatron
+refuse data build FOLDER/run --site SLURM --source TEXT --tokenizer TOKENIZER
+"""
+"""What each command does with a run of somebody else.
+
+look: shows it. refuse: would have to write, and names the owner. score: scores it here, or refuses as `refuse`.
+show: shows it, or says what there is not. taken: refuses a directory that holds something, whoever owns it.
+"""
+NEVER_OF_A_RUN = {
+    "plan", "validate", "doctor", "import-checkpoint", "average", "smollm2", "figures", "site init",
+}  # fmt: skip
+ALWAYS = ("status", "watch", "runs", "alerts", "engine")
+"""What shows any run, whatever lacks in it."""
+
+
+def test_no_command_is_forgotten() -> None:
+    """A new command is added to COMMANDS if it takes a run, else to NEVER_OF_A_RUN."""
+
+    def names(group: Any, before: str = "") -> Iterator[str]:
+        for name, command in group.commands.items():
+            yield from names(command, f"{before}{name} ") if hasattr(command, "commands") else [before + name]
+
+    words = [row.split()[1:] for row in COMMANDS.strip().splitlines()]
+    told = {" ".join(row[:2]) if row[0] in ("bench", "data", "site") else row[0] for row in words}
+    assert told | NEVER_OF_A_RUN == set(names(typer.main.get_command(app))) and not told & NEVER_OF_A_RUN
+
+
+# The run, and who looks at it -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Path:
+    """A finished run with a checkpoint, of a model small enough to be scored in a moment."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from kit.model import build_decoder
+    from kit.recipe import Recipe
+    from kit.run.checkpoint import Manifest
+
+    recipe = Recipe(data=str(tiny_dataset.directory), num_steps=40)
+    run = finished_run(tmp_path_factory.mktemp("template") / "run", spec.replace(num_layers=1), recipe)
+    weights = {name: weight.detach() for name, weight in build_decoder(run.spec).named_parameters()}
+    state = {f"model.{name}": weight for name, weight in weights.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state |= {f"adamw.{moment}.{name}": torch.zeros_like(weight) for name, weight in weights.items()}
+    folder = run.checkpoints.path(40)
+    save(state, checkpoint_id=folder, no_dist=True)
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
+    Manifest(
+        step=40, attempt=1, samples=320, tokens=320 * run.spec.sequence_length, seed=1, time=0.0, spec=run.spec,
+        plan=run.plan, files=files,
+    ).write(folder / "manifest.json")  # fmt: skip
+    return run.directory
+
+
+@pytest.fixture
+def run(template: Path, tmp_path: Path) -> Path:
+    """A copy of it, still the viewer's own."""
+    copy = shutil.copytree(template, tmp_path / "shared" / "run-build")
+    job = json.loads((copy / "job.json").read_text())
+    (copy / "job.json").write_text(json.dumps(job | {"run_dir": str(copy)}))
+    return copy
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What would reach another machine; the viewer has a home of its own, and an alarm."""
+    fakes = Calls(tmp_path / "bin", tmp_path)
+    monkeypatch.setenv("PATH", f"{fakes.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("KIT_ALARM", "true")
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setattr("kit.run.columns.CACHE_FROM_ROWS", 1)
+    return fakes
+
+
+@pytest.fixture(params=["two users", "one user who is taken for two"])
+def give_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    """A function: makes a folder somebody else's, writable by all, and returns that owner's name."""
+
+    def give(folder: Path) -> str:
+        if request.param == "two users":
+            open_to_all(folder, STRANGER)
+            return pwd.getpwuid(STRANGER).pw_name
+        open_to_all(folder)
+        own = pwd.getpwuid(os.getuid())
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("mallory", *own[1:])))
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        return "mallory"
+
+    if request.param == "two users" and os.geteuid():
+        pytest.skip("a folder is given to another user by root alone")
+    return give
+
+
+@pytest.fixture
+def sleep() -> Iterator[subprocess.Popen]:
+    """A process of the viewer."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Looks:
+    """Runs commands on a run of somebody else, and says what each did that it may not do."""
+
+    def __init__(self, run: Path, tmp_path: Path, calls: Calls, owner: str, dataset: Any) -> None:
+        self.run, self.calls, self.owner, self.mine = run, calls, owner, tmp_path / "mine"
+        self.out = tmp_path / "out"
+        self.out.mkdir()
+        (tmp_path / "train.log").write_text(
+            head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2) + line(1, 346.65) + line(2, 346.65)
+        )
+        there = '\n[there]\npython = "/usr/bin/python3"\nfolder = "/there"\nsource = "/there/kit"\n'
+        (tmp_path / "login.toml").write_text('base = "generic-gpu-slurm"\nname = "mine"\nlogin = "far"\n' + there)
+        (tmp_path / "slurm.toml").write_text(
+            'base = "generic-gpu-slurm"\nname = "mine"\n[slurm]\naccount = "me"\npartition = "all"\n'
+        )
+        self.words = {
+            "RUN": run, "FOLDER": run.parent, "NAME": run.name, "OUT": self.out, "LOG": tmp_path / "train.log",
+            "LOGIN": tmp_path / "login.toml", "SLURM": tmp_path / "slurm.toml",
+            "TEXT": dataset.directory.parent / "text.jsonl", "TOKENIZER": dataset.directory / "tokenizer.json",
+        }  # fmt: skip
+
+    def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
+        """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing, `live`: its job runs."""
+        expected, *words = row.split()
+        given = [self._filled(word) for word in words]
+        follows = live and (words[0] in ("watch", "alarm", "profile") or "--follow" in words)
+        before = tree(self.run), tree(self.mine)
+        said = hostile.kit(*given, ctrl_c_after_s=1.0 if follows else 20.0)
+        shutil.rmtree(self.out)
+        self.out.mkdir()
+        text = " ".join(said.text.split())
+        found = [f"it wrote {names}" for a, b in zip(before, (tree(self.run), tree(self.mine)), strict=True)
+                 if (names := changes(a, b))]  # fmt: skip
+        found += [f"it called {call}" for call in beyond_questions(self.calls.taken(), self.run)]
+        found += ["a traceback"] if "Traceback" in said.text else []
+        codes = {"look": (0,), "refuse": (1,), "score": (0, 1), "show": (0, 1), "taken": (1,)}[expected]
+        if expected == "look" and not whole and words[0] not in ALWAYS:
+            codes = (0, 1)
+        codes = (*codes, 0, 130) if follows and expected != "refuse" else codes
+        found += [] if said.code in codes else [f"exit code {said.code}"]
+        named = expected == "refuse" or (expected == "score" and said.code == 1 and whole)
+        found += [f"{self.owner} is not named"] if named and self.owner not in text else []
+        return [f"{' '.join(words)}: {fault}\n    {text[-400:]}" for fault in found]
+
+    def _filled(self, word: str) -> str:
+        first, *rest = word.split("/")
+        return "/".join([str(self.words.get(first, first)), *rest])
+
+
+@pytest.fixture
+def looks(run: Path, tmp_path: Path, calls: Calls, give_away, tiny_dataset) -> Callable[[], Looks]:
+    """A function: gives the run away and returns who looks at it then."""
+    (tmp_path / "mine").mkdir()
+    return lambda: Looks(run, tmp_path, calls, give_away(run), tiny_dataset)
+
+
+def all_commands(looks: Looks, *, whole: bool = True, live: bool = False) -> None:
+    rows = COMMANDS.strip().splitlines()
+    faults = [fault for row in rows for fault in looks.faults(row, whole=whole, live=live)]
+    assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
+
+
+def running(run: Path, **changes: Any) -> None:
+    """Makes the job of a run one that has not ended."""
+    (run / "exit.json").unlink()
+    state = {"state": JobState.RUNNING, "attempt": 1, "step": 40, "heartbeat": time.time(), "step_time_s": 1.0}
+    RunState(**{**state, **changes}).write(run / "state.json")
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def test_commands_on_a_finished_run(looks) -> None:
+    all_commands(looks())
+
+
+def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(looks, run: Path, sleep) -> None:
+    running(run, process=hostile.process_of(sleep.pid))
+    all_commands(looks(), live=True)
+    assert sleep.poll() is None
+
+
+@pytest.mark.parametrize("config", [None, "slurm.conf"])
+def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path, config: str | None) -> None:
+    """Its devices are so small that scores need a job, whose lines are shell; and it names a job of the viewer."""
+    canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
+    few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
+    slurm = Slurm(account="a", partition="p", setup=(f"touch {canary}",), task_setup=(f"touch {canary}",))
+    site = base.replace(slurm=slurm, device=few, devices_per_node=8)
+    for name in ("site.json", "site.attempt_01.json"):
+        site.write(run / name)
+    if config:
+        (run / config).write_text("PluginDir=/tmp/evil\n")
+    running(run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=config and str(run / config)))
+    seen = looks()
+    all_commands(seen, live=True, whole=False)
+    said = hostile.kit(*(seen._filled(word) for word in SCORE.split()))
+    assert said.code == 1 and f"touch {canary}" in said.text and seen.owner in said.text, "what it would have run"
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_commands_on_a_run_that_names_a_login_node(looks, run: Path, tmp_path: Path, calls, mirrored: bool) -> None:
+    """And, where it is a mirror, one that the viewer has made and somebody else has copied."""
+    there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
+    base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
+    base.replace(login="far", there=there).write(run / "site.json")
+    if mirrored:
+        mirror = Mirror.sealed(login="far", python=there.python, source="/there/kit", directory="/there/run")
+        mirror.write(run / "login.json")
+        running(run)
+    all_commands(looks(), whole=False, live=mirrored)
+
+
+LINKS = ("alerts.jsonl", "alarms.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".login.lock")
+FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval", "profile")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path, tmp_path: Path, live: bool) -> None:
+    mine = tmp_path / "mine"
+    for name in (*LINKS, *FOLDERS):
+        target, link = mine / name.replace("/", "_"), run / name
+        target.mkdir() if name in FOLDERS else target.write_text("export MINE=1\n")
+        shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    (run / "exit.json").unlink()
+    if live:
+        running_at = {"process": hostile.process_of(os.getpid()), "notice": "$(touch canary)"}
+        RunState(state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), **running_at).write(
+            run / "state.json"
+        )
+    else:
+        (run / "exit.json").write_text(json.dumps({
+            "attempt": 1, "rc": 1, "reason": "$(touch canary)", "host": "h", "time": time.time(),
+        }))  # fmt: skip
+    all_commands(looks(), whole=False, live=live)
+
+
+# Python ---------------------------------------------------------------------------------------------------------------
+
+
+def dashboard(run: Run) -> None:
+    shown = Dashboard(run)
+    for _ in range(2):
+        shown.read(), shown.look(), shown.frame(View()), shown.facts(), shown.alerts(), shown.heat(), shown.log()
+    assert [alert["kind"] for alert in shown.alerts()] == ["nan"], "it is kept in memory"
+
+
+def widget(run: Run) -> None:
+    pytest.importorskip("anywidget")
+    from kit.monitor.widget import Monitor
+
+    try:
+        shown = Monitor(run)
+    except RunError as error:  # its chart library was never fetched
+        assert "chart library" in str(error) or "bundle" in str(error), error
+        return
+    time.sleep(1.2)
+    shown.close()
+    assert not shown.failure
+
+
+VIEWS: tuple[Callable[[Run], Any], ...] = (
+    dashboard, widget, status_table, status_row, recorded_alerts, curve_html, lambda run: view_html(run, ""),
+    lambda run: run._repr_html_(), lambda run: run.job._repr_html_(), lambda run: run.job.history,
+    lambda run: run.job.logs(), lambda run: run.metrics().summary(),
+)  # fmt: skip
+WRITERS: dict[str, Callable[[Run], Any]] = {
+    "stop": lambda run: run.job.stop(),
+    "checkpoint": lambda run: run.job.checkpoint(),
+    "cancel": lambda run: run.job.cancel(),
+    "requeue": lambda run: run.job.requeue(timeout_s=1),
+    "resume": lambda run: launcher.resume(run.directory, num_steps=99),
+    "launch": lambda run: launcher.launch(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe),
+    "submit": lambda run: cluster.submit(run.job.spec, Site.load("laptop")),
+    "profile": lambda run: ask_profile(run, 1, [0]),
+    "sink": lambda run: copy_metrics(run, "tensorboard", follow=False),
+    "alarm": lambda run: watch_over(run, "true", idle=lambda seconds: pytest.fail("it goes on")),
+    "peak": lambda run: remeasure(run, lambda dtype: Fact(value=1e13, source="x", error=0.0)),
+    "jobs": lambda run: list(follow_run(run, ("heldout",), submit=True, limit=2, poll_s=0)),
+}
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, live: bool) -> None:
+    if live:
+        running(run, process=hostile.process_of(sleep.pid))
+    owner, before, opened = give_away(run), tree(run), Run.open(run)
+    for view in VIEWS:
+        view(opened)
+        assert not changes(before, tree(run)), view
+    for name, write in WRITERS.items():
+        try:
+            write(opened)
+            assert name in ("stop", "checkpoint", "cancel") and not live, f"{name} was not refused"
+        except (ConfigError, RunError, JobError) as error:
+            assert owner in str(error), f"{name}: {error}"
+        assert not changes(before, tree(run)), name
+    assert sleep.poll() is None and not beyond_questions(calls.taken(), run)
+
+
+def test_scores_of_it_are_returned_and_not_kept(run: Path, calls: Calls, give_away) -> None:
+    give_away(run)
+    before = tree(run)
+    assert evaluate(run, tasks=("heldout",), limit=2)["heldout"].headline.value > 0
+    assert not changes(before, tree(run))
+
+
+def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> None:
+    running(run, process=hostile.process_of(sleep.pid))
+    owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
+    shown.look()
+    for name in {*NAMES} - {"alarm"}:
+        shown.actions.start(name, shown.status)
+    deadline, report = time.monotonic() + 10, {}
+    while time.monotonic() < deadline and not all(each["done_at"] for each in report.values() or [{"done_at": None}]):
+        report = shown.actions.report(shown.status)
+        time.sleep(0.02)
+    assert all(each["note"].startswith("refused") and owner in each["note"] for each in report.values()), report
+    assert len(report) == 4 and sleep.poll() is None and not changes(before, tree(run))
+
+
+# The other direction: a run of root that anybody may write, and nobody looks at it -----------------------------------
+
+LOOK = """
+import json, sys
+from tests.untrusted.hostile import kit
+print(json.dumps([kit(*words) for words in json.loads(sys.argv[1])]))
+"""
+
+
+def test_nobody_looks_at_a_run_of_root(sleep) -> None:
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("root alone can be another user, by setpriv of util-linux")
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        as_nobody = ["setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups"]
+        home, run = Path(place, "home"), Path(place, "shared", "run")
+        home.mkdir()
+        os.chown(home, STRANGER, STRANGER)
+        check = f"test -r {ROOT}/kit/plan.py && test -x {place} && {sys.executable} -c 'import numpy'"
+        if subprocess.run([*as_nobody, "sh", "-c", check], capture_output=True).returncode:
+            pytest.skip("nobody may not read this checkout, its environment, or the folder for temporary files")
+        finished_run(run)
+        running(run, process=hostile.process_of(sleep.pid))
+        open_to_all(run)
+        own = {"TMPDIR": str(home), "HOME": str(home), "XDG_CONFIG_HOME": str(home), "MPLCONFIGDIR": str(home)}
+        before, asked = tree(run), [
+            [word.replace("RUN", str(run)) for word in words.split()] for words in (
+                "status RUN", "runs RUN --json", "alerts RUN", "goodput RUN", "logs RUN", "explain RUN",
+                "stop RUN", "stop RUN --now", "checkpoint RUN", "resume RUN", "profile RUN", "export RUN",
+            )
+        ]  # fmt: skip
+        done = subprocess.run(
+            [*as_nobody, sys.executable, "-c", LOOK, json.dumps(asked)], cwd=ROOT, capture_output=True, text=True,
+            env={**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"},
+        )  # fmt: skip
+        assert not done.returncode, done.stderr
+        said = json.loads(done.stdout)
+        assert [code for code, _ in said] == [0] * 6 + [1] * 6, said
+        assert all("root" in text.replace(str(ROOT), "") for _, text in said[6:]), said
+        assert not changes(before, tree(run)) and sleep.poll() is None
+
+
+# One's own run, into which somebody may have written ----------------------------------------------------------------
+
+
+def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
+    """Process numbers are public, so a state.json may name any process of the viewer, also one of another run."""
+    code = [sys.executable, "-c", "import time; time.sleep(600)"]
+    others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", str(run)])
+    try:
+        for process in others:
+            time.sleep(0.2)
+            running(run, process=hostile.process_of(process.pid))
+            said = hostile.kit("stop", run, "--now")
+            assert said.code == 1 and "Traceback" not in said.text and process.poll() is None, said
+            with pytest.raises(JobError):
+                Job.attach(run).requeue(timeout_s=1)
+            assert process.poll() is None
+            write_end(run, attempt=1, rc=0, reason="done")
+        running(run, process=hostile.process_of(own.pid))
+        assert hostile.kit("stop", run, "--now").code == 0 and own.wait(10) == -15
+    finally:
+        for process in (*others, own):
+            process.kill()
+            process.wait()
+
+
+def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_path: Path) -> None:
+    for place, code in ((tmp_path / "elsewhere", 1), (Path(f"{run}2"), 1), (run, 0)):
+        cluster.poll.POLLER.forget(job := SchedulerJob(scheduler="slurm", id="777"))
+        calls.place.write_text(str(place))
+        running(run, scheduler_job=job)
+        said = hostile.kit("stop", run, "--now")
+        assert said.code == code and "Traceback" not in said.text, said
+        assert [call for call in calls.taken() if call.startswith("scancel")] == ["scancel [] 777"] * (code == 0)
+        (run / "exit.json").write_text(read_exit(run).to_json() if read_exit(run) else "{}")
