@@ -1,4 +1,4 @@
-"""What a stranger may send: pickles that run a program, words that a shell, a browser or a terminal would obey, runs."""
+"""What a stranger may send: pickles that run a program, words that a shell or a browser would obey, whole runs."""
 
 import contextlib
 import hashlib
@@ -9,9 +9,11 @@ import os
 import signal
 import stat
 import sys
+import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +107,37 @@ def open_to_all(folder: Path, owner: int | None = None) -> None:
             os.chown(path, owner, owner, follow_symlinks=False)
         if not path.is_symlink():
             path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+def in_a_child(work: Callable[[], Any], limit_s: float, user: int | None = None) -> Any:
+    """Returns what a function returns, as JSON carries it, in a child of this process; `user`: as somebody else.
+
+    Raises:
+        AssertionError: it raises, with its traceback, or has not ended after `limit_s`.
+    """
+    with tempfile.TemporaryFile("w+") as told:
+        if not (child := os.fork()):
+            try:
+                if user is not None:
+                    os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
+                json.dump({"result": work()}, told)
+            except BaseException:
+                told.truncate(0)
+                json.dump({"error": traceback.format_exc()}, told)
+            finally:
+                told.flush()
+                os._exit(0)
+        deadline = time.monotonic() + limit_s
+        while not os.waitpid(child, os.WNOHANG)[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise AssertionError(f"it had not ended after {limit_s:g} s")
+            time.sleep(0.02)
+        told.seek(0)
+        answer = json.load(told)
+    assert "error" not in answer, answer["error"]
+    return answer["result"]
 
 
 class Said(NamedTuple):
