@@ -14,6 +14,7 @@ from kit.commands.options import (
     JsonOption,
     RunArgument,
     SetOption,
+    check_not_in_a_strangers_run,
     console,
     facts_table,
     hint,
@@ -123,7 +124,7 @@ def export(
     from kit.monitor.export import export as write
 
     opened = Run.open(run)
-    file = out or opened.directory / f"export.{format}"
+    file = check_not_in_a_strangers_run(out or opened.directory / f"export.{format}")
     rows = write(opened, file, format=format, every_attempt=every_attempt, overwrite=overwrite)
     print_record(f"Export of {opened.name}", {"file": str(file), "rows": rows}, as_json)
 
@@ -222,7 +223,7 @@ def _compare(folder: Path, names: list[str], out: Path | None, as_json: bool) ->
     from kit.monitor.runs import compare_figure
     from kit.show.style import check_picture, save_figure
 
-    file = check_picture(out or folder / "compare.png")
+    file = check_not_in_a_strangers_run(check_picture(out or folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
             f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}` lists them."

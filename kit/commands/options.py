@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cluster.login.connection import pass_through
 from cluster.login.mirror import mirror_of
+from cluster.state import refuse_other_owner
 from kit.errors import ConfigError, kit_command
 from kit.measure.device import DeviceName
 from kit.show.terminal import PlainConsole, Table
@@ -91,12 +92,20 @@ def console() -> PlainConsole:
     return PlainConsole()
 
 
+def check_not_in_a_strangers_run(file: Path) -> Path:
+    """Returns a file that is to be written; raises JobError where it would lie in somebody else's run directory."""
+    if (file.parent / "spec.json").exists():
+        refuse_other_owner(file.parent, f"write {file.name} into it, so give it another place with --out")
+    return file
+
+
 def run_there(run: str | Path) -> None:
     """Runs the same command where the run lies and ends with its exit status, if `run` is a mirror of one.
 
     Raises:
-        NoConnectionError, JobError: it cannot be run there.
+        NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
     """
     if mirror := mirror_of(Path(run).expanduser()):
+        refuse_other_owner(Path(run).expanduser(), "run this where it mirrors a run")
         words = [mirror.directory if word == str(run) or Path(word) == run else word for word in sys.argv[1:]]
         raise typer.Exit(pass_through(mirror.login, mirror.command("kit", *words)))

@@ -10,7 +10,17 @@ import typer
 
 from cluster.job import Job
 from cluster.record import counted
-from kit.commands.options import JsonOption, RunArgument, console, hint, run_there, strict_json, tell
+from cluster.state import refuse_other_owner
+from kit.commands.options import (
+    JsonOption,
+    RunArgument,
+    check_not_in_a_strangers_run,
+    console,
+    hint,
+    run_there,
+    strict_json,
+    tell,
+)
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, plain
@@ -180,7 +190,7 @@ def figure(
     if own:
         raise ConfigError(f"--run: {own[0]} has no place beside {run}: it adds runs to a figure of a paper.")
     opened = Run.open(run)
-    file = check_picture(out or opened.directory / "figure.png")
+    file = check_not_in_a_strangers_run(check_picture(out or opened.directory / "figure.png"))
     drawn, table = run_figure(opened)
     save_figure(drawn, [], [file])
     print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)
@@ -194,6 +204,7 @@ def _living(run: Path, what: str) -> Job:
             f"within seconds."
         )
     opened = Run.open(run)
+    refuse_other_owner(opened.directory, f"{what} it")
     if opened.is_imported:
         raise RunError(f"{run}: there is nothing to {what}, it was imported from another trainer's log.")
     status = opened.job.status()

@@ -22,7 +22,7 @@ from cluster.files import write_atomic
 from cluster.job import JobSpec
 from cluster.record import ConfigError, Record, counted, field_doc, suggestion
 from cluster.site import Site
-from cluster.state import JobState, log_path, update_state
+from cluster.state import JobState, log_path, refuse_other_owner, update_state
 from kit.errors import DataError, RunError
 from kit.foreign.formats import FORMATS, LineLog, pattern_format
 from kit.foreign.logs import LoggedStep, LogParser, LogReader
@@ -85,7 +85,7 @@ def import_log(
         DataError: the log is missing or has no step of this format.
         ConfigError: model or layout are not known, or contradict the log, or the alarm or the zone is none; nothing was
             written.
-        RunError: `out` holds something else.
+        RunError: `out` holds something else. JobError: it is somebody else's.
     """
     log, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
     changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
@@ -128,6 +128,7 @@ def import_log(
 
 
 def _check_target(out: Path, log: Path) -> None:
+    refuse_other_owner(out, "import into it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:

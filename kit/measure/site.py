@@ -14,7 +14,7 @@ import cluster
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
-from cluster.state import last_attempt, read_state
+from cluster.state import last_attempt, read_state, refuse_other_owner
 from kit.errors import RunError
 from kit.measure.device import torch_device
 from kit.measure.gemm import is_settled, measure_peak, measured_site
@@ -54,9 +54,11 @@ def remeasure(run: Run, measure: Callable[[str], Fact] | None = None) -> dict[st
     """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old and new of each.
 
     Raises:
+        JobError: the run is somebody else's.
         ConfigError: the run was not trained on this machine.
         RunError: the machine is too busy to measure a higher peak than the old one; nothing was written.
     """
+    refuse_other_owner(run.directory, "correct its site.json")
     if run.site.scheduler != "local":
         raise ConfigError(
             f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot be measured here. "

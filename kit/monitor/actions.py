@@ -9,6 +9,7 @@ import threading
 import time
 from typing import Any, Literal, get_args
 
+from cluster.files import other_owner
 from cluster.job import JobStatus
 from cluster.state import JobError, read_asked, read_history, read_state, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
@@ -50,7 +51,7 @@ class Actions:
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
         alarm = ["alarm"] if _has_alarm() else []
-        if self.run.is_imported:  # its trainer knows nothing of this directory
+        if self.run.is_imported or other_owner(self.run.directory):  # its trainer, or its owner, asks for nothing here
             return alarm
         if not status.state.is_final:
             return ["checkpoint", "stop", "cancel", *alarm]

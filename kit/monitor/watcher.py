@@ -87,7 +87,12 @@ def message_of(run: Run, alerts: list[Alert]) -> dict[str, Any]:
 
 
 def watch_over(run: Run, alarm: str, *, poll_s: float = POLL_S, idle: Callable[[float], None] = time.sleep) -> None:
-    """Sends the alarm until the run's job ends, its directory goes, or another watcher has taken over."""
+    """Sends the alarm until the run's job ends, its directory goes, or another watcher has taken over.
+
+    Raises:
+        JobError: the run is somebody else's.
+    """
+    refuse_other_owner(run.directory, "have a watcher in it")
     note, me = run.directory / "monitor" / "watcher.json", Process.current()
     me.write(note)
     watcher, goes_on, failed = Watcher(run, alarm), True, ""
@@ -126,9 +131,7 @@ def main() -> int:
     try:
         alarm = find_alarm()
         if alarm:
-            run = Run.open(sys.argv[1])
-            refuse_other_owner(run.directory, "have a watcher in it")
-            watch_over(run, alarm)
+            watch_over(Run.open(sys.argv[1]), alarm)
     except (ConfigError, RunError, JobError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -63,10 +63,10 @@ look   logs RUN --follow
 look   engine RUN
 look   figure RUN --out OUT/figure.png
 refuse figure RUN
-look   figure frontier-fig9 --run RUN --out OUT/paper.png
+look   figure hlat-loss --run RUN --out OUT/paper.png
 look   export RUN --out OUT/steps.csv --format csv
 refuse export RUN
-look   rehearse RUN
+look   rehearse RUN --site frontier --devices 8
 look   calibrate RUN
 look   generate RUN a --tokens 1
 look   export-hf RUN newest OUT/hf
@@ -166,22 +166,23 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
     return fakes
 
 
-@pytest.fixture(params=["two users", "one user who is taken for two"])
+@pytest.fixture
 def give_away(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
-    """A function: makes a folder somebody else's, writable by all, and returns that owner's name."""
+    """A function: makes a folder somebody else's, writable by all, and returns that owner's name.
+
+    Only root can give a folder away. For others, and with a parameter True, this process takes itself for another user.
+    """
 
     def give(folder: Path) -> str:
-        if request.param == "two users":
+        if not os.geteuid() and not getattr(request, "param", False):
             open_to_all(folder, STRANGER)
             return pwd.getpwuid(STRANGER).pw_name
         open_to_all(folder)
-        own = pwd.getpwuid(os.getuid())
+        own, me = pwd.getpwuid(os.getuid()), os.geteuid()
         monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("mallory", *own[1:])))
-        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr("os.geteuid", lambda: me + 1)
         return "mallory"
 
-    if request.param == "two users" and os.geteuid():
-        pytest.skip("a folder is given to another user by root alone")
     return give
 
 
@@ -221,7 +222,7 @@ class Looks:
         given = [self._filled(word) for word in words]
         follows = live and (words[0] in ("watch", "alarm", "profile") or "--follow" in words)
         before = tree(self.run), tree(self.mine)
-        said = hostile.kit(*given, ctrl_c_after_s=1.0 if follows else 20.0)
+        said = hostile.kit(*given, ctrl_c_after_s=0.5 if follows else 20.0)
         shutil.rmtree(self.out)
         self.out.mkdir()
         text = " ".join(said.text.split())
@@ -276,8 +277,7 @@ def test_commands_on_a_run_whose_state_names_a_process_of_the_viewer(looks, run:
     assert sleep.poll() is None
 
 
-@pytest.mark.parametrize("config", [None, "slurm.conf"])
-def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path, config: str | None) -> None:
+def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
     """Its devices are so small that scores need a job, whose lines are shell; and it names a job of the viewer."""
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="tiny", memory_bytes=Fact(value=1e5, source="x"))
@@ -285,9 +285,8 @@ def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_pat
     site = base.replace(slurm=slurm, device=few, devices_per_node=8)
     for name in ("site.json", "site.attempt_01.json"):
         site.write(run / name)
-    if config:
-        (run / config).write_text("PluginDir=/tmp/evil\n")
-    running(run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=config and str(run / config)))
+    (run / "slurm.conf").write_text("PluginDir=/tmp/evil\n")
+    running(run, scheduler_job=SchedulerJob(scheduler="slurm", id="777", config=str(run / "slurm.conf")))
     seen = looks()
     all_commands(seen, live=True, whole=False)
     said = hostile.kit(*(seen._filled(word) for word in SCORE.split()))
@@ -312,25 +311,16 @@ LINKS = ("alerts.jsonl", "alarms.jsonl", "history.jsonl", "metrics.jsonl", ".sta
 FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval", "profile")
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path, tmp_path: Path, live: bool) -> None:
+def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path, tmp_path: Path) -> None:
+    """And whose job is stalled, of which everybody who looks would leave an alert."""
     mine = tmp_path / "mine"
     for name in (*LINKS, *FOLDERS):
         target, link = mine / name.replace("/", "_"), run / name
         target.mkdir() if name in FOLDERS else target.write_text("export MINE=1\n")
         shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
         link.symlink_to(target)
-    (run / "exit.json").unlink()
-    if live:
-        running_at = {"process": hostile.process_of(os.getpid()), "notice": "$(touch canary)"}
-        RunState(state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), **running_at).write(
-            run / "state.json"
-        )
-    else:
-        (run / "exit.json").write_text(json.dumps({
-            "attempt": 1, "rc": 1, "reason": "$(touch canary)", "host": "h", "time": time.time(),
-        }))  # fmt: skip
-    all_commands(looks(), whole=False, live=live)
+    running(run, heartbeat=time.time() - 3600, notice="$(touch canary)")
+    all_commands(looks(), whole=False, live=True)
 
 
 # Python ---------------------------------------------------------------------------------------------------------------
@@ -378,10 +368,18 @@ WRITERS: dict[str, Callable[[Run], Any]] = {
 }
 
 
-@pytest.mark.parametrize("live", [False, True])
-def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, live: bool) -> None:
-    if live:
-        running(run, process=hostile.process_of(sleep.pid))
+JOBS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "ended": lambda pid: {},
+    "here": lambda pid: {"process": hostile.process_of(pid)},
+    "in Slurm": lambda pid: {"scheduler_job": SchedulerJob(scheduler="slurm", id="777")},
+}
+
+
+@pytest.mark.parametrize("give_away", [False, True], indirect=True, ids=["two users", "taken for two"])
+@pytest.mark.parametrize("job", JOBS)
+def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, job: str) -> None:
+    if live := JOBS[job](sleep.pid):
+        running(run, **live)
     owner, before, opened = give_away(run), tree(run), Run.open(run)
     for view in VIEWS:
         view(opened)
@@ -424,7 +422,15 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
     if os.geteuid():
         pytest.skip("root alone can be another user")
     look = ("status RUN", "runs RUN --json", "alerts RUN", "goodput RUN", "logs RUN", "explain RUN")
-    act = ("stop RUN", "stop RUN --now", "checkpoint RUN", "resume RUN", "profile RUN", "export RUN", "sink RUN --to x")
+    act = (
+        "stop RUN",
+        "stop RUN --now",
+        "checkpoint RUN",
+        "resume RUN",
+        "profile RUN",
+        "export RUN",
+        "sink RUN --to tensorboard",
+    )
     with tempfile.TemporaryDirectory() as place:
         Path(place).chmod(0o755)
         home, run = Path(place, "home"), Path(place, "shared", "run")
@@ -443,7 +449,8 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         before = tree(run)
         said = hostile.in_a_child(lambda: all_of(look + act), 60, user=STRANGER)
         assert [code for code, _ in said] == [0] * len(look) + [1] * len(act), said
-        assert all("root" in text and "Traceback" not in text for _, text in said[len(look) :]), said
+        unnamed = [text for _, text in said[len(look) :] if "root" not in text or "Traceback" in text]
+        assert not unnamed
         assert not changes(before, tree(run)) and sleep.poll() is None
 
 
