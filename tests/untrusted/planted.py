@@ -1,0 +1,359 @@
+"""A run into which a stranger has written: any file of it something else, and every view of it looked at.
+
+Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mutations do, with the tracebacks.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
+from cluster.job import Job
+from cluster.record import ConfigError
+from cluster.state import JobError, JobState, RunState, ask, take_request
+from kit.commands.options import strict_json
+from kit.errors import DataError, RunError
+from kit.evaluate.report import EvalReport, Metric, TaskScore
+from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.expected import gains, pace
+from kit.monitor.export import export_table
+from kit.monitor.goodput import ledger
+from kit.monitor.live import curve_html, view_html
+from kit.monitor.runs import runs_table
+from kit.monitor.scores import eval_curve
+from kit.monitor.text import recorded_alerts, status_row, status_table
+from kit.run import Run
+from kit.run.checkpoint import Manifest
+from kit.run.profile import profiles
+from kit.show.terminal import PlainConsole
+from tests.untrusted.hostile import finished_run
+
+OURS = (ConfigError, DataError, RunError, JobError)
+CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
+"""What one view of one run may take; the wall time is for what waits."""
+RECORDS = (
+    "spec.json", "plan.json", "recipe.json", "site.json", "job.json", "state.json", "exit.json", "metrics.jsonl",
+    "history.jsonl", "plan.attempt_01.json", "site.attempt_01.json", "ranks/rank_00000.json", "ranks/all.jsonl",
+    "eval/step_00000040.json", "checkpoints/step_00000040/manifest.json", "control/request_checkpoint",
+    "control/taken_checkpoint", "alerts.jsonl", "login_seen.json",
+)  # fmt: skip
+OTHERS = (
+    "login.json", "import.json", "alarms.jsonl", "monitor/columns.bin", "monitor/watcher.json", "hook.py",
+    "control/request_stop", "control/request_profile", ".state.lock", "logs/attempt_01/rank_00000.log",
+    "profile/step_00000003/profile.json",
+)  # fmt: skip
+FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor", "profile")
+
+
+def whole_run(directory: Path) -> Run:
+    """Returns a run with every file that a view reads, whose job goes on, as far as its heartbeat tells."""
+    run = finished_run(directory)
+    run.checkpoints.path(40).mkdir(parents=True)
+    Manifest(
+        step=40, attempt=1, samples=320, tokens=81920, seed=1, time=1.7e9, spec=run.spec, plan=run.plan, files={},
+    ).write(run.checkpoints.path(40) / "manifest.json")  # fmt: skip
+    score = TaskScore(
+        task="piqa", metrics=(Metric.of("acc", 0.5, 0.1, 20),), num_items=20, total_items=40, num_fewshot=0,
+        task_version="1", harness_version="0", data=(), seconds=1.0,
+    )  # fmt: skip
+    report = EvalReport(name=run.name, step=40, checkpoint="x", tokenizer_sha256="x", scores=(score,), tokens_seen=9)
+    report.write(run.directory / "eval" / "step_00000040.json")
+    ask(run.directory, "checkpoint")
+    take_request(run.directory, "checkpoint", step=40)
+    ask(run.directory, "checkpoint")
+    recorded_alerts(run)
+    write_all_heartbeats(run.directory, [beat.line for beat in read_rank_heartbeats(run.directory, 1)])
+    state = RunState(state=JobState.RUNNING, attempt=1, step=40, heartbeat=time.time(), step_time_s=1.0)
+    state.write(run.directory / "state.json")
+    (run.directory / "exit.json").unlink()
+    return run
+
+
+# What may be planted --------------------------------------------------------------------------------------------------
+
+
+def pipe(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def endless(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def huge(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 2**40)
+
+
+def looping(file: Path) -> None:
+    file.symlink_to(file.parent)
+
+
+SPECIAL: dict[str, Callable[[Path], Any]] = {
+    "a pipe": pipe,
+    "a link to /dev/zero": endless,
+    "a link to /dev/tty": lambda file: file.symlink_to("/dev/tty"),
+    "a terabyte of nothing": huge,
+    "a folder": Path.mkdir,
+    "a link to its folder": looping,
+    "a link into nothing": lambda file: file.symlink_to("/nowhere/at/all"),
+    "no text": lambda file: file.write_bytes(b"\xff\xfe\x00\x80" * 9),
+    "nothing": Path.touch,
+    "10**5000": lambda file: file.write_text("1" + "0" * 5000 + "\n"),
+    "a deep list": lambda file: file.write_text("[" * 100_000 + "\n"),
+    "a deep table": lambda file: file.write_text('{"a":' * 100_000 + "\n"),
+    "a line of 9 MB": lambda file: file.write_text('"' + "x" * 9_000_000 + '"\n'),
+}
+VALUES: tuple[Any, ...] = (
+    2_000_000_000, 2**63, 2**31, 2**53, 10**400, -(10**400), 0, -1, 1, math.nan, math.inf, -math.inf, 1e308, 5e-324,
+    None, True, "", "x", "../../x", "x" * 100_000, "\x1b]0;x\x07<b>", "\ud800", [], {}, [[[[1]]]], {"a": {"b": 1}},
+    "running", "failed", "slurm", "kubernetes", "local", "imported",
+)  # fmt: skip
+NUMBERS = tuple(value for value in VALUES if isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def plant(directory: Path, name: str, kind: str) -> None:
+    """Puts something else where a file or folder of a run is, or would be."""
+    file = directory / name
+    clear(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    SPECIAL[kind](file)
+
+
+def clear(file: Path) -> None:
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+
+
+def every_number(value: Any, new: Any) -> Any:
+    """Returns a value of JSON with all its numbers replaced."""
+    if isinstance(value, dict):
+        return {key: every_number(inner, new) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [every_number(inner, new) for inner in value]
+    return new if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
+    """Changes each value of JSON in a file: the whole file's, or each line's."""
+    is_lines = file.suffix == ".jsonl"
+    texts = file.read_text(errors="replace").splitlines() if is_lines else [file.read_text(errors="replace")]
+    file.write_text("".join(json.dumps(change(json.loads(text))) + "\n" for text in texts))
+
+
+def mutate(directory: Path, dice: random.Random) -> list[str]:
+    """Changes a run as somebody who wants to do harm would, in one place or a few, and returns what was done."""
+    done = []
+    if dice.random() < 0.5:  # it has ended
+        (directory / "exit.json").write_text('{"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}')
+    for _ in range(dice.choice((1, 1, 2, 3))):
+        name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
+        how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _gone, _swapped, _more))
+        with contextlib.suppress(ValueError, RecursionError, IndexError):  # of a file changed before
+            done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
+    return done
+
+
+def _is_plain(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink() and file.stat().st_size < 2**25
+
+
+def _one_value(directory: Path, name: str, dice: random.Random) -> str:
+    told, new = [], dice.choice(VALUES)
+    chosen = dice.randrange(10**6)
+
+    def change(value: Any) -> Any:
+        places = list(_places(value))
+        holder, key = places[chosen % len(places)]
+        told.append(f"{key} = {new!r:.30}")
+        holder[key] = new
+        return value
+
+    rewrite(directory / name, change)
+    return told[0]
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from _places(inner)
+
+
+def _bytes(directory: Path, name: str, dice: random.Random) -> str:
+    text = bytearray((directory / name).read_bytes())
+    for _ in range(dice.choice((1, 5, 50))):
+        text[dice.randrange(len(text))] = dice.randrange(256)
+    (directory / name).write_bytes(text)
+    return "flipped"
+
+
+def _special(directory: Path, name: str, dice: random.Random) -> str:
+    name, kind = dice.choice((name, *OTHERS, *FOLDERS)), dice.choice(list(SPECIAL))
+    plant(directory, name, kind)
+    return f"{name} is {kind}"
+
+
+def _gone(directory: Path, name: str, dice: random.Random) -> str:
+    clear(directory / name)
+    return "gone"
+
+
+def _swapped(directory: Path, name: str, dice: random.Random) -> str:
+    other = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
+    (directory / name).write_bytes((directory / other).read_bytes())
+    return f"is {other}"
+
+
+def _more(directory: Path, name: str, dice: random.Random) -> str:
+    """Adds steps of other attempts and in any order, each with one strange number."""
+    file = directory / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if _is_plain(file) else []
+    names = ("step", "attempt", "time", "step_time_s", "tokens", "loss", "consumed_tokens", "nan_steps", "loss_scale",
+             "skipped_steps", "validation_loss", "checkpoint_s", "reserved_bytes")  # fmt: skip
+    rows = [{**dice.choice(lines), "attempt": dice.choice((1, 2, 3)), dice.choice(names): dice.choice(NUMBERS)}
+            for _ in range(dice.choice((1, 20)))]  # fmt: skip
+    with file.open("a") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return "more steps"
+
+
+# Who looks ------------------------------------------------------------------------------------------------------------
+
+
+def text_of(run: Run) -> None:
+    PlainConsole(file=io.StringIO(), width=100).print(status_table(run))
+
+
+def job_of(run: Run) -> None:
+    job = Job.attach(run.directory)
+    job.status(), job.history, job._repr_html_()
+    if (run.directory / "logs").stat().st_size < 2**30 and not any(
+        file.stat().st_size > 2**30 for file in (run.directory / "logs").glob("*/*")
+    ):  # a log has any length, and is printed whole
+        job.logs()
+
+
+def dashboard_of(run: Run) -> None:
+    shown = Dashboard(run)
+    while shown.read():
+        pass
+    shown.look()
+    for view in (View(), View(axis="tokens", log_x=True), View(axis="time", start=1.0, end=1e12)):
+        shown.frame(view)
+    json.dumps([shown.facts(), shown.alerts()])
+    shown.heat(), shown.log()
+
+
+def explanation_of(run: Run) -> None:
+    found = pace(run)
+    strict_json(found.to_dict())
+    gains(run, found.plan)
+
+
+def records_of(run: Run) -> None:
+    eval_curve(run), profiles(run.directory), run.checkpoints.steps(), run._repr_html_(), export_table(run)
+    for step in run.checkpoints.steps():
+        run.checkpoints.manifest(step)
+
+
+VIEWS: dict[str, Callable[[Run], Any]] = {
+    "status": text_of,
+    "row": lambda run: strict_json(status_row(run)),
+    "job": job_of,
+    "alerts": recorded_alerts,
+    "dashboard": dashboard_of,
+    "notebook": lambda run: view_html(run, ""),
+    "goodput": lambda run: strict_json([ledger(run).to_dict(), ledger(run).rows()]),
+    "explain": explanation_of,
+    "records": records_of,
+}
+DRAWN = {"curve": curve_html}
+
+
+class TooLong(BaseException):
+    """A view waits."""
+
+
+def faults(directory: Path, views: dict[str, Callable[[Run], Any]] = VIEWS) -> list[str]:
+    """Returns what is wrong with the views of a run: errors but the kit's own, too much time, too much memory."""
+
+    def table() -> None:
+        found = runs_table(directory.parent)
+        strict_json(found.to_dicts()), found._repr_html_()
+
+    opened: list[Run] = []
+    found = _fault("runs", table) + _fault("open", lambda: opened.append(Run.open(directory)))
+    for name, view in views.items() if opened else ():
+        found += _fault(name, lambda view=view: view(opened[0]))
+    return found
+
+
+def _fault(name: str, look: Callable[[], Any]) -> list[str]:
+    def waits(*_: Any) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, waits)
+    signal.setitimer(signal.ITIMER_REAL, WALL_S)
+    before, memory = time.process_time(), _peak_bytes()
+    try:
+        look()
+    except OURS:
+        pass
+    except (Exception, TooLong):
+        return [f"{name}: {traceback.format_exc()}"]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    took, more = time.process_time() - before, _peak_bytes() - memory
+    return ([f"{name}: {took:.1f} s"] if took > CPU_S else []) + (
+        [f"{name}: {more >> 20} MB more"] if more > MORE_BYTES else []
+    )
+
+
+def _peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def limit_memory() -> None:
+    """Makes whoever reads without end fail, and not this machine."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30),) * 2)
+
+
+def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, views: Any = VIEWS) -> list[str]:
+    """Returns the faults of many changed copies of a run, each by the name of its case. For a child process."""
+    limit_memory()
+    found = faults(shutil.copytree(template, folder / "whole" / "run"), views)  # imports everything
+    assert not found, found
+    for number, (name, change) in enumerate(cases.items()):
+        directory = shutil.copytree(template, folder / str(number) / "run")
+        done = change(directory)
+        found += [f"{name} {done or ''}: {fault}" for fault in faults(directory, views)]
+        shutil.rmtree(directory.parent)
+    return found
+
+
+def mutations(numbers: range | list[int]) -> dict[str, Callable[[Path], Any]]:
+    """Returns cases for `all_faults`, each told by its number alone."""
+    return {f"mutation {n}": lambda directory, n=n: mutate(directory, random.Random(n)) for n in numbers}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        made = whole_run(Path(place, "template", "run")).directory
+        print("\n".join(all_faults(made, mutations([int(word) for word in sys.argv[1:]]), Path(place))) or "no fault")
