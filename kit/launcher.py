@@ -25,7 +25,6 @@ from kit.measure.gemm import measured_site
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
-from kit.run.alarm import find_alarm, start_watcher
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
@@ -68,7 +67,6 @@ def launch(
     if recipe.hook is not None:  # which is read here, wherever the job runs
         recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
     plan.check(spec)
-    alarm = find_alarm()
     site = on_device(site, plan, device)
     check_site(spec, plan, site)
     check_engine(plan)
@@ -91,8 +89,6 @@ def launch(
         if measured is not None:
             run.site = measured(site, plan.precision)
         submit(run, time_limit_s)
-    if alarm:
-        start_watcher(run.directory)
     return run
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["KIT_ALARM"] = ""  # nobody is to hear of runs of tests
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -48,12 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def environment():
+def environment(tmp_path_factory):
     """A test sees no rank's variables, whoever has set them (DeepSpeed does), and what it sets is gone afterwards."""
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: value for name, value in os.environ.items() if name not in ranks}
     for name in ranks:
         os.environ.pop(name, None)
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.getbasetemp())  # no on_alert of whoever runs the tests
     yield
     os.environ.clear()
     os.environ.update(before)

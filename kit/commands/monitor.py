@@ -1,6 +1,5 @@
-"""Commands on what runs have recorded: runs, explain, goodput, export, sink, alarm, import."""
+"""Commands on what runs have recorded: runs, explain, goodput, export, sink, import."""
 
-import contextlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +55,6 @@ def runs(
 @app.command()
 def explain(run: RunArgument, as_json: JsonOption = False) -> None:
     """Say whether a run is as fast as its plan should be on its site, what would explain it, and what would gain."""
-    from kit.errors import ConfigError
     from kit.monitor.expected import gains, pace
 
     opened = Run.open(run)
@@ -141,38 +139,6 @@ def sink(
 
     report = copy_metrics(Run.open(run), to, follow=follow)
     print_record(f"Sink {to}", report.to_dict(), as_json)
-
-
-@app.command()
-def alarm(
-    run: Annotated[
-        Path | None, typer.Argument(help="run directory, to watch until its job ends", metavar="RUN")
-    ] = None,
-    test: Annotated[bool, typer.Option("--test", help="send a test message")] = False,
-) -> None:
-    """Send the alerts of a run to a person, by the command or the webhook of your configuration.
-
-    `kit launch` and `kit import --follow` start this by themselves where an alarm is set.
-    """
-    from kit.monitor.actions import try_alarm
-    from kit.monitor.watcher import watch_over
-    from kit.run.alarm import config_file, describe_alarm, find_alarm
-
-    if test:
-        print(try_alarm("kit"))
-        if run is None:
-            return
-    found = find_alarm()
-    if run is None or found is None:
-        how = f"No alarm is set. Write to {config_file()}: alarm = 'COMMAND or ADDRESS', or set KIT_ALARM."
-        if run is not None:
-            raise ConfigError(how)
-        print(how if found is None else f"The alarm is the {describe_alarm(found)}.")
-        return
-    opened = Run.open(run)
-    print(f"Alerts of {opened.name} from now on go to the {describe_alarm(found)}. Ctrl-C ends this.", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        watch_over(opened, found)
 
 
 @app.command(name="import")

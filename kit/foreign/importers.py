@@ -30,7 +30,6 @@ from kit.foreign.setup import Described, describe
 from kit.foreign.step_recorder import StepRecorder
 from kit.plan import Plan
 from kit.run import Run
-from kit.run.alarm import find_alarm, start_watcher
 from kit.run.metrics import MetricsWriter
 from kit.run.rows import rows_to_metrics
 from kit.spec import ModelSpec
@@ -83,15 +82,13 @@ def import_log(
 
     Raises:
         DataError: the log is missing or has no step of this format.
-        ConfigError: model or layout are not known, or contradict the log, or the alarm or the zone is none; nothing was
-            written.
+        ConfigError: model or layout are not known, or contradict the log, or the zone is none; nothing was written.
         RunError: `out` holds something else. JobError: it is somebody else's.
     """
     log, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
     changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
     zone = _zone(changes["import"])
     _check_target(out, log)
-    alarm = find_alarm() if follow else None
     format, reader, logged = _read(log, _formats(format, pattern), zone, follow)
     asked = describe(reader.parser, logged, spec=spec, changes=changes)
     recorder = StepRecorder(
@@ -117,8 +114,6 @@ def import_log(
     following = follow and not reader.parser.done
     _tell_state(run, recorder, reader, following)
     if following:
-        if alarm:
-            start_watcher(out)
         added = _follow(run, recorder, reader, poll_s, idle)
         report = report.replace(lines=reader.lines, steps=len(rows) + added, attempts=recorder.attempt,
                                 skipped_lines=reader.parser.skipped_lines)  # fmt: skip

@@ -1,7 +1,6 @@
 """Actions: what the dashboard's buttons do to a run, and what became of it: asked at, done at.
 
-Each is also a file or a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit resume DIR`,
-`kit alarm --test`.
+Each is also a file or a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit resume DIR`.
 """
 
 import dataclasses
@@ -14,9 +13,8 @@ from cluster.job import JobStatus
 from cluster.state import JobError, read_asked, read_history, read_state, read_taken
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
-from kit.run.alarm import config_file, describe_alarm, find_alarm, send
 
-Name = Literal["checkpoint", "stop", "cancel", "resume", "alarm"]
+Name = Literal["checkpoint", "stop", "cancel", "resume"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
 
@@ -50,13 +48,12 @@ class Actions:
 
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
-        alarm = ["alarm"] if _has_alarm() else []
         if self.run.is_imported or other_owner(self.run.directory):  # its trainer, or its owner, asks for nothing here
-            return alarm
+            return []
         if not status.state.is_final:
-            return ["checkpoint", "stop", "cancel", *alarm]
+            return ["checkpoint", "stop", "cancel"]
         finished = max(self.run.checkpoints.steps(), default=0) >= self.run.recipe.num_steps
-        return alarm if finished else ["resume", *alarm]
+        return [] if finished else ["resume"]
 
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
         """Returns by name what was asked, also by others through the run directory, and what became of it."""
@@ -86,9 +83,6 @@ class Actions:
                 from kit.launcher import resume
 
                 resume(self.run.directory)
-            elif name == "alarm":
-                progress.note = try_alarm(self.run.name)
-                progress.done_at = time.time()
             else:
                 getattr(self.run.job, name)()
         except (JobError, RunError, CheckpointError, ConfigError, DataError, OSError) as error:
@@ -96,8 +90,6 @@ class Actions:
 
     def _outcome(self, name: Name, progress: Progress, status: JobStatus) -> tuple[float, str] | None:
         """Returns when and how an action has ended, or None while it goes on."""
-        if name == "alarm":  # it says itself when it has ended
-            return None
         if name == "resume":
             started = status.attempt > progress.attempt
             return (self._turned(progress), f"attempt {status.attempt} started") if started else None
@@ -117,26 +109,3 @@ class Actions:
                 return event.time
         state = read_state(self.run.directory)
         return (state and state.heartbeat) or 0.0
-
-
-def try_alarm(name: str) -> str:
-    """Sends a test through the user's alarm and returns how it went.
-
-    Raises:
-        ConfigError: there is no alarm, or it cannot be one.
-        RunError: it could not be sent.
-    """
-    alarm = find_alarm()
-    if alarm is None:
-        raise ConfigError(f"no alarm is set. Write to {config_file()}: alarm = 'COMMAND or ADDRESS'")
-    text = f"{name}: a test of the alarm; nothing has happened"
-    if why := send(alarm, {"text": text, "kind": "test", "run": name}):
-        raise RunError(f"{describe_alarm(alarm)}: {why}.")
-    return f"sent by {describe_alarm(alarm)}"
-
-
-def _has_alarm() -> bool:
-    try:
-        return find_alarm() is not None
-    except ConfigError:  # the test says what is wrong with it
-        return True

@@ -14,6 +14,7 @@ from cluster.state import JobState
 from kit.data import mix_words
 from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.on_alert import OnAlert
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
@@ -59,13 +60,22 @@ def status_table(run: Run, width: int = 80) -> Group:
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
-    """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone."""
+    """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone.
+
+    Meanwhile the user's `on_alert` command is told of each alert that comes.
+
+    Raises:
+        ConfigError: the file that names this command cannot be read.
+    """
     console = console or PlainConsole()
     dashboard = Dashboard(run)
+    on_alert = OnAlert(run, dashboard.watchman.log)
 
     def view() -> Group:
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
-        return _looked_at(dashboard, width, console.height if console.is_terminal else None)
+        drawn = _looked_at(dashboard, width, console.height if console.is_terminal else None)
+        on_alert.tell()
+        return drawn
 
     keep_drawing(view, console, every_s=1.0, over=lambda: dashboard.status.state.is_final)
 

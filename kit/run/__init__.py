@@ -5,7 +5,7 @@ job.json submit.sh env.json                   how it was started, and with which
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
 metrics.jsonl checkpoints/ eval/              what came out
 hook.py                                       the user's numbers of a step, where the recipe names such a file
-alerts.jsonl alarms.jsonl                      what deserved a look, and what of it was sent to a person
+alerts.jsonl                                   what deserved a look
 """
 
 import dataclasses

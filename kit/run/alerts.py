@@ -21,7 +21,7 @@ class Alert(Record):
 
     kind: str = field_doc(
         "nan, spike, start, rise, loss_scale, peak, stall, mfu, straggler, memory, disk, checkpoint, job; guard: what "
-        "the trainer did; hook: the user's failed; alarm: one was not sent"
+        "the trainer did; hook: the user's failed; on_alert: the user's command failed"
     )
     level: Level = field_doc("how bad")
     message: str = field_doc("what happened, in numbers")

@@ -116,19 +116,6 @@ def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_sc
     assert take_request(run.directory, "stop")
 
 
-def test_an_alarm_is_tried_from_the_dashboard_where_one_is_set(open_screen, tmp_path, monkeypatch) -> None:
-    screen = open_screen(recorded_run(tmp_path / "run"))
-    button = screen.page.get_by_role("button", name="Test alarm")
-    assert button.count() == 0 or not button.is_visible(), "where none is set"
-    monkeypatch.setenv("KIT_ALARM", f'echo "$KIT_MESSAGE" > {tmp_path}/told')
-    screen.tick()
-    button.click()
-    screen.settle(700)
-    screen.tick()
-    assert "a test of the alarm" in (tmp_path / "told").read_text()
-    assert "Test alarm: asked " in screen.text(".kit-history") and "sent by command" in screen.text(".kit-history")
-
-
 def test_a_busy_kernel_is_named_and_the_click_is_kept(open_screen, tmp_path) -> None:
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True

@@ -29,7 +29,8 @@ from kit import launcher
 from kit.commands.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
-from kit.monitor.watcher import Watcher
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.on_alert import OnAlert
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from tests.cluster.waiting import eventually
@@ -346,7 +347,7 @@ def test_a_mirror_that_somebody_else_made_runs_nothing(pair):
 
 
 def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(pair, tmp_path, monkeypatch):
-    """A watcher of a mirror: what was found there in its sleep, and what only the steps tell, each once."""
+    """Of a mirror, to the user's command: what was found there, and what only the steps tell, each once."""
     _, here, _ = pair
     there = recorded_run(tmp_path / "cluster", steps=40).directory
     for name in ("spec", "plan", "recipe", "site"):
@@ -354,18 +355,31 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(p
     mirror.Mirror.sealed(login="frontier", python="python", source="/", directory=str(there)).write(here / "login.json")
     monkeypatch.setattr(mirror, "INTERVAL_S", 0.0)
     told = tmp_path / "told"
-    watcher = Watcher(Run.open(here), f'echo "$KIT_MESSAGE" >> {told}')
-    assert eventually(lambda: watcher.look() and len(watcher.dashboard.columns) == 40) and not told.exists()
+    config = Path(os.environ["XDG_CONFIG_HOME"]) / "kit" / "config.toml"
+    config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {told}'")
+
+    def watching():
+        dashboard = Dashboard(Run.open(here))
+        on_alert = OnAlert(dashboard.run, dashboard.watchman.log)
+
+        def look():
+            dashboard.read()
+            dashboard.look()
+            on_alert.tell()
+            return len(dashboard.columns)
+
+        return look
+
+    look = watching()
+    assert eventually(lambda: look() == 40) and not told.exists()
 
     found = Alert(kind="straggler", level="warning", message="rank 1 is slow", attempt=1, step=41, time=time.time())
     AlertLog(there / "alerts.jsonl").add([found])
     with (there / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps({**json.loads(line(41)), "loss": float("nan"), "attempt": 1}) + "\n")
-    assert eventually(
-        lambda: watcher.look() and told.exists() and "is slow" in told.read_text() and "loss" in told.read_text()
-    )
-    again = Watcher(Run.open(here), f"touch {tmp_path}/again")  # after a reboot: `kit alarm RUN`
-    assert eventually(lambda: again.look() and len(again.dashboard.columns) == 41) and not (tmp_path / "again").exists()
+    assert eventually(lambda: look() and told.exists() and "is slow" in told.read_text() and "loss" in told.read_text())
+    again = watching()  # after a reboot: `kit watch RUN`
+    assert eventually(lambda: again() == 41)
     assert len(told.read_text().splitlines()) == 2
 
 

@@ -17,7 +17,6 @@ from cluster.record import ConfigError
 from cluster.site import Site
 from kit.commands.app import app
 from kit.errors import DataError, RunError
-from kit.foreign import importers
 from kit.foreign.importers import ImportReport, import_log
 from kit.launcher import resume
 from kit.monitor import alerts, run_figure, status_row, status_table
@@ -554,21 +553,6 @@ def test_missing_log_and_a_directory_of_someone_else(log: Path) -> None:
     with pytest.raises(RunError, match="was not imported from"):
         megatron(log)
     assert [file.name for file in (log.parent / "run").iterdir()] == ["thesis.txt"]
-
-
-def test_a_log_that_is_followed_has_its_watcher(log: Path, monkeypatch) -> None:
-    log.write_text(lumi())
-    started = []
-    monkeypatch.setattr(importers, "start_watcher", started.append)
-    monkeypatch.setenv("KIT_ALARM", "true")
-    _, run = megatron(log, follow=True, idle=lambda _: log.unlink())
-    assert started == [run.directory]
-    log.write_text(lumi())
-    megatron(log)
-    assert len(started) == 1, "nobody follows this one"
-    monkeypatch.setenv("KIT_ALARM", "ftp://x")
-    with pytest.raises(ConfigError, match="KIT_ALARM: the alarm"):
-        megatron(log, follow=True)
 
 
 def test_follow_records_what_the_log_gains_until_training_is_done(log: Path) -> None:

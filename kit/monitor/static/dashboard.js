@@ -17,7 +17,6 @@ const ACTIONS = [
   ["stop", "Stop after step", "Save a checkpoint at the next step and end", true],
   ["cancel", "Stop now", "End the job at once, without a checkpoint", true],
   ["resume", "Resume", "Start the job again from its last checkpoint", false],
-  ["alarm", "Test alarm", "Send a test through your alarm, by which alerts reach you", false],
 ];
 const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // 0.8, 1.1, 1.4 x median
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
@@ -475,7 +474,7 @@ function render({ model, el }) {
     const f = state.facts, lines = [];
     for (const [action, text] of ACTIONS) {
       buttons[action].disabled = !(f.allowed || []).includes(action);
-      buttons[action].hidden = ["resume", "alarm"].includes(action) ? !(f.allowed || []).includes(action) : !!f.final;
+      buttons[action].hidden = action === "resume" ? !(f.allowed || []).includes(action) : !!f.final;
       const known = (f.actions || {})[action];
       if (known && 1000 * known.asked_at >= (state.asked[action] || 0) - 2000) {
         delete state.asked[action];

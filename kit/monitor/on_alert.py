@@ -1,0 +1,98 @@
+"""on_alert: your own command, run by `kit watch RUN` for each alert that comes while it watches.
+
+One line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
+
+    on_alert = 'echo "$KIT_ALERT" | mail -s "$KIT_MESSAGE" me@example.com'
+
+It is a line of sh. KIT_MESSAGE holds the alert in one line, KIT_ALERT all that is known of it, as JSON; no word of an
+alert is ever part of the command, since a run may be somebody else's. To be called at night, start on a login node
+`nohup kit watch RUN >/dev/null &`. The trainer and every view of a run raise alerts, so only `kit watch` calls, and it
+tells of all of them, whoever raised them: however many views are open, one `kit watch` calls once.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import time
+import tomllib
+
+from cluster.record import ConfigError, Record, config_folder, cut, field_doc
+from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
+from kit.show.terminal import plain
+
+LIMIT_S = 10.0
+"""For the whole of a command, for which the view waits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Record):
+    """config.toml: what a user wants of every run."""
+
+    on_alert: str | None = field_doc("a line of sh", default=None)
+
+
+class OnAlert:
+    """Tells the user's command of the alerts of a run from now on, each once.
+
+    Where the command fails, that is an alert too, of which it is not told.
+
+    Raises:
+        ConfigError: config.toml cannot be read.
+    """
+
+    def __init__(self, run: Run, log: AlertLog) -> None:
+        self.run, self.log, self.command = run, log, on_alert_command()
+        self.since, self.told = time.time(), set[Alert]()
+
+    def tell(self) -> None:
+        """Runs the command for what is new in the log."""
+        for alert in list(self.log.read()) if self.command else []:
+            if alert.time < self.since or alert in self.told or alert.kind == "on_alert":
+                continue
+            self.told.add(alert)
+            if why := _call(str(self.command), self.run, alert):
+                failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
+                self.log.add([Alert.from_dict({**alert.to_dict(), **failed, "time": time.time()})])
+
+
+def on_alert_command() -> str | None:
+    """Returns the user's command, None if there is none.
+
+    Raises:
+        ConfigError: config.toml cannot be read.
+    """
+    file = config_folder() / "config.toml"
+    try:
+        return Settings.from_dict(tomllib.loads(file.read_text()), path=str(file)).on_alert
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        told = f"{file}: cannot be read ({error}). Write one line: on_alert = 'COMMAND'"
+        raise ConfigError(told) from error
+
+
+def _call(command: str, run: Run, alert: Alert) -> str:
+    """Returns in one line how a call failed, nothing if it did not."""
+    text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
+    where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}
+    words = {
+        "KIT_MESSAGE": plain(cut(text, 1000)),
+        "KIT_ALERT": json.dumps({**where, **alert.to_dict()}),
+    }
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            env={**os.environ, **words},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it had not ended after {LIMIT_S:g} s"
+    except (OSError, ValueError) as error:
+        return f"it could not be run ({error})"
+    said = " ".join(done.stderr.decode(errors="replace").split())
+    return f"it ended with {done.returncode}: {cut(said, 120)}" if done.returncode else ""

@@ -1,0 +1,129 @@
+"""on_alert: what the user's command is told, how often, what of it can go wrong, and that nothing waits for it."""
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.record import ConfigError
+from cluster.state import JobState
+from kit.monitor import on_alert, watch
+from kit.monitor.dashboard import Dashboard
+from kit.monitor.on_alert import OnAlert, on_alert_command
+from kit.run import Run
+from kit.run.alerts import Alert, AlertLog
+from kit.show.terminal import PlainConsole
+from tests.monitor.recorded import add_rows, dead_process, recorded_run, rows, say
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "kit").mkdir()
+    return tmp_path / "kit" / "config.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return recorded_run(tmp_path / "run", steps=300, spike_at=250)
+
+
+def _alert(message: str, kind: str = "guard", step: int = 300) -> Alert:
+    return Alert(kind=kind, level="error", message=message, attempt=1, step=step, time=time.time() + 1)
+
+
+def _lose_a_loss(run: Run, step: int) -> None:
+    row = json.loads(rows(step, step)[0]) | {"time": time.time() + 1, "loss": float("nan")}
+    with (run.directory / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+
+
+def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path) -> None:
+    told = tmp_path / "told"
+    config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
+    dashboard = Dashboard(run)
+    on_alert = OnAlert(run, dashboard.watchman.log)
+
+    def look() -> list[str]:
+        dashboard.read()
+        dashboard.look()
+        on_alert.tell()
+        return [json.loads(line)["kind"] for line in told.read_text().splitlines()] if told.exists() else []
+
+    assert look() == [], "the spike was there before"
+    _lose_a_loss(run, 301)
+    assert look() == ["nan"] == look()
+    AlertLog(run.directory / "alerts.jsonl").add([_alert("went back to step 200", step=301)])
+    _lose_a_loss(run, 302)
+    assert look() == ["nan", "guard"], "the trainer's too; the loss is still lost"
+    other = Dashboard(run)
+    add_rows(run, 303, 400)
+    _lose_a_loss(run, 401)
+    other.read()
+    other.look()
+    assert look() == ["nan", "guard", "nan"], "though another view has found it first"
+    first = json.loads(told.read_text().splitlines()[0])
+    assert (first["run"], first["directory"]) == ("run", str(run.directory))
+    assert (first["step"], first["message"]) == (301, "loss is not finite")
+
+
+def test_watch_calls_for_a_job_that_is_lost(config, run, tmp_path) -> None:
+    say(run, JobState.RUNNING, step=300, process=dead_process())
+    watch(run, console=PlainConsole(file=io.StringIO()))
+    config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
+    (run.directory / "alerts.jsonl").unlink()
+    watch(run, console=PlainConsole(file=io.StringIO()))
+    (told,) = (tmp_path / "told").read_text().splitlines()
+    assert told.startswith("run, step 300: job lost: process")
+    watch(run, console=PlainConsole(file=io.StringIO()))
+    assert len((tmp_path / "told").read_text().splitlines()) == 1, "it is known"
+
+
+def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path) -> None:
+    config.write_text(f"on_alert = 'cd {tmp_path} && printf %s \"$KIT_MESSAGE\" > told'")
+    on_alert = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
+    on_alert.log.add([_alert('spike "$(touch injected)"; true \x1b[2J\0\ud800\n`touch injected`')])
+    on_alert.tell()
+    told = (tmp_path / "told").read_text()
+    assert told == 'run, step 300: spike "$(touch injected)"; true ␛[2J␀\ufffd `touch injected`'
+    assert not (tmp_path / "injected").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("no-such-mailer x", "on_alert: it ended with 127: "),
+        ("echo no route >&2; exit 3", "on_alert: it ended with 3: no route"),
+        ("sleep 5 | sleep 5", "on_alert: it had not ended after 0.3 s"),
+        ("echo \\u0000", "on_alert: it could not be run (embedded null byte)"),
+    ],
+)
+def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, monkeypatch) -> None:
+    monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
+    config.write_text(f'on_alert = "{command}"')
+    caller, started = OnAlert(run, AlertLog(run.directory / "alerts.jsonl")), time.monotonic()
+    caller.log.add([_alert("rolled back")])
+    for _ in range(2):
+        caller.tell()
+    assert time.monotonic() - started < 3
+    first, second = AlertLog(run.directory / "alerts.jsonl").alerts
+    assert first.kind == "guard" and second.kind == "on_alert" and second.level == "warning"
+    assert second.message.startswith(why)
+
+
+def test_the_configuration(config, run) -> None:
+    assert on_alert_command() is None
+    config.write_text("")
+    assert on_alert_command() is None
+    config.write_text('on_alert = "notify-send x"')
+    assert on_alert_command() == "notify-send x"
+    for text, why in (
+        ("on_alert = ", "Write one line: on_alert = 'COMMAND'"),
+        ("on_alert = 3", "expected"),
+        ('alarm = "x"', "unknown key"),
+    ):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=why):
+            watch(run, console=PlainConsole(file=io.StringIO()))
