@@ -6,6 +6,9 @@ from typing import Literal
 
 from cluster.record import ConfigError, Record, field_doc
 
+PROFILED = 100
+"""Steps. A trace of more would be hundreds of megabytes, all of them in a rank's memory first."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSource(Record):
@@ -90,6 +93,12 @@ class Recipe(Record):
         "resume copies it into the run directory, as hook.py",
         default=None,
     )
+    profile_steps: tuple[int, int] | None = field_doc(
+        "first and last step to record into RUN/profile, for ui.perfetto.dev; at most 100 (engines "
+        "native and deepspeed)",
+        default=None,
+    )
+    profile_ranks: tuple[int, ...] = field_doc("of which processes", default=(0,))
     sources: tuple[DataSource, ...] = field_doc("a mix to train on, in place of the text in data", default=())
     phases: tuple[DataPhase, ...] = field_doc("other weights of the sources at the start, in order", default=())
 
@@ -111,6 +120,9 @@ class Recipe(Record):
         _require("decay_share", self.decay_share, 0 < self.decay_share <= 1, "a number above 0 up to 1")
         below = f"at most learning_rate {self.learning_rate}"
         _require("min_learning_rate", self.min_learning_rate, self.min_learning_rate <= self.learning_rate, below)
+        first, last = self.profile_steps or (1, 1)
+        few = 1 <= first <= last < first + PROFILED
+        _require("profile_steps", self.profile_steps, few, f"first and last of up to {PROFILED} steps")
         end = self.decay_steps or self.num_steps
         _require("warmup_steps", self.warmup_steps, self.warmup_steps <= end, f"at most the decay end {end}")
         self._check_mix()

@@ -1,15 +1,14 @@
-"""Commands on runs: engine, status, watch, alerts, logs, stop, checkpoint, profile, figure."""
+"""Commands on runs: engine, status, watch, alerts, logs, stop, checkpoint, figure."""
 
 import difflib
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.job import Job
-from cluster.record import counted
 from cluster.state import refuse_other_owner
 from kit.commands.options import (
     JsonOption,
@@ -17,16 +16,12 @@ from kit.commands.options import (
     check_not_in_a_strangers_run,
     console,
     hint,
-    run_there,
     strict_json,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, plain
-
-if TYPE_CHECKING:
-    from kit.run.profile import Operator, Profile
 
 app = typer.Typer()
 
@@ -102,52 +97,6 @@ def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
     hint(f"Asked at {_now()} for a checkpoint after the current step. Done?", "watch", run)
-
-
-@app.command()
-def profile(
-    run: RunArgument,
-    steps: Annotated[int, typer.Option(help="how many of the next steps to record")] = 3,
-    ranks: Annotated[str, typer.Option(help="of which processes, e.g. 0,5")] = "0",
-    last: Annotated[bool, typer.Option("--last", help="print the newest again, and ask for none")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Record steps of a running job for ui.perfetto.dev, with memory on a GPU; print the ten largest operators."""
-    from kit.run import profile as profiling
-
-    run_there(run)
-    if not last:
-        job = _living(run, "profile")
-        try:
-            chosen = [int(rank) for rank in ranks.split(",")]
-        except ValueError as error:
-            raise ConfigError(f"--ranks {ranks!r} is not allowed. Give numbers, e.g. 0,5.") from error
-        asked_at = profiling.ask_profile(Run.open(run), steps, chosen).asked_at
-        if not as_json:
-            console().print(
-                f"Asked at {_now()} to record {counted(steps, 'step')}; Ctrl-C ends the waiting, not the recording."
-            )
-        while not any(each.asked_at == asked_at for _, each in profiling.profiles(run)):
-            if job.status().state.is_final and not any(e.asked_at == asked_at for _, e in profiling.profiles(run)):
-                raise RunError(f"{run}: the job ended before the profile was whole. Its log: `kit logs {run}`.")
-            time.sleep(0.5)
-    if not (found := profiling.profiles(Run.open(run).directory)):
-        raise RunError(f"{run}: it has no profile. Ask for one while it runs: `{kit_command('profile', run)}`.")
-    folder, newest = found[-1]
-    tables = {rank: profiling.operators(profiling.trace_file(folder, rank)) for rank in newest.ranks}
-    rows = {rank: [operator._asdict() for operator in each[:10]] for rank, each in tables.items()}
-    values = newest.to_dict() | {"directory": str(folder), "operators": rows}
-    tell(values, as_json, *(_operators(newest, rank, each) for rank, each in tables.items()), f"Traces: {folder}")
-
-
-def _operators(profile: "Profile", rank: int, operators: "list[Operator]") -> Table:
-    last, whole = profile.first_step + profile.num_steps - 1, sum(each.seconds for each in operators)
-    table = Table("operator", "calls/step", "ms/step", "share", right=("calls/step", "ms/step", "share"),
-                  title=f"Rank {rank}, steps {profile.first_step} to {last}: {len(operators)} operators")  # fmt: skip
-    for name, calls, seconds in operators[:10]:
-        each = (f"{calls / profile.num_steps:,.1f}", f"{1e3 * seconds / profile.num_steps:,.2f}")
-        table.add(name, *each, f"{seconds / whole:.1%}")
-    return table
 
 
 @app.command()

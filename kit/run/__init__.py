@@ -3,7 +3,7 @@
 spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json, site.attempt_01.json: then)
 job.json submit.sh env.json                   how it was started, and with which versions
 state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
-metrics.jsonl checkpoints/ eval/              what came out
+metrics.jsonl checkpoints/ eval/ profile/     what came out
 hook.py                                       the user's numbers of a step, where the recipe names such a file
 alerts.jsonl                                   what deserved a look
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HOOK = "hook.py"
 """The copy of the recipe's hook."""
-POLICY = ("on_nan", "on_spike", "hung_after_s", "hook")
+POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
 """Fields of a recipe that may change when a run is resumed, beside its lengths: they do not change a step."""
 
 

@@ -92,7 +92,7 @@ class Trainer:
         on_compile_start(self.watchdog.compile_begins)
         on_compile_end(self.watchdog.compile_ends)
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.profiler = Profiler(run.directory, self.control, device)
+        self.profiler = Profiler(run, self.control, device)
         self.last_beat, self.is_stopped = float("-inf"), False
 
     def _resume(self) -> None:
@@ -120,6 +120,9 @@ class Trainer:
 
     def _train(self) -> str:
         while self.step < self.recipe.num_steps:
+            if self.profiler.begins(self.step + 1):
+                self._finish_steps()
+                self.profiler.begin(self.step + 1)
             self._launch_step()
             self._finish_steps(but=1 if self.is_ahead else 0)
             last = self.step == self.recipe.num_steps
@@ -128,7 +131,7 @@ class Trainer:
             if self.profiler.is_over(self.step, ends=last or stop):
                 self._finish_steps()
                 with self.watchdog.paused():
-                    self.profiler.end(self.step)
+                    self.profiler.end()
             save = last or stop or checkpoint or self._due(self.recipe.checkpoint_every)
             if validate or save:  # which hold no step that was not judged
                 self._finish_steps()
@@ -264,19 +267,15 @@ class Trainer:
         """
         if self.step < min(self.ask_at, self.recipe.num_steps):
             return False, False
-        asked = torch.zeros(5)
+        asked = torch.zeros(4)
         if self.rank == 0:
             asked[0] = take_request(self.run.directory, "stop", step=self.step)
             asked[1] = take_request(self.run.directory, "checkpoint", step=self.step)
             asked[2] = self.signs.must_gather()
             asked[3] = min(ASKED_STEPS, max(1, ASKED_EVERY_S // max(self.watchdog.times, default=math.inf)))
-            asked[4] = self.profiler.is_asked()
         dist.broadcast(asked, src=0, group=self.control)
         if asked[2]:
             self.signs.gather()
-        if asked[4] and not asked[0] and self.step < self.recipe.num_steps:
-            self._finish_steps()
-            self.profiler.begin(self.step)
         self.ask_at = self.step + int(asked[3])
         return bool(asked[0]), bool(asked[1])
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kit.run.profile import profiles
+
 from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
 from cluster.job import Job
 from cluster.record import ConfigError
@@ -37,7 +39,6 @@ from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row, status_table
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.run.profile import profiles
 from kit.show.terminal import PlainConsole
 from tests.untrusted.hostile import finished_run
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import typer.main
+from kit.monitor.watcher import watch_over
+from kit.run.profile import ask_profile
 
 import cluster
 from cluster.job import Job
@@ -35,9 +37,7 @@ from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.sinks import copy_metrics
 from kit.monitor.text import recorded_alerts, status_row, status_table
-from kit.monitor.watcher import watch_over
 from kit.run import Run
-from kit.run.profile import ask_profile
 from tests.monitor.test_importers import ARGUMENTS, head, line
 from tests.untrusted import hostile
 from tests.untrusted.hostile import STRANGER, Calls, beyond_questions, changes, finished_run, open_to_all, tree
