@@ -18,7 +18,7 @@ from cluster.record import counted
 from cluster.render import scripts, to_fill_in
 from cluster.scheduler import EDIT
 from cluster.site import Site
-from cluster.state import JobError, refuse_other_owner
+from cluster.state import JobError
 from kit import launcher
 from kit.commands.asked import Asked, as_given, ask_for, on_devices, read_data, read_phases
 from kit.commands.options import DeviceOption, MinutesOption, RunArgument, SetOption, console, hint, parse_settings
@@ -89,8 +89,6 @@ def launch(
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
     time_limit_s, chosen = _seconds(minutes), as_given(asked.fields)
     if show:
-        if begun and site is None and place.login:
-            refuse_other_owner(begun.directory, f"ask {place.login}, which its site.json names")
         is_own = site is not None and site.endswith(".toml")
         where = f"in {site}" if is_own else f"in a site file of your own, with base = {place.name!r}"
         _show(run, asked, chosen, place, time_limit_s, where)

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 import typer.main
-from kit.monitor.watcher import watch_over
-from kit.run.profile import ask_profile
 
 import cluster
 from cluster.job import Job
@@ -70,7 +68,6 @@ look   rehearse RUN --site frontier --devices 8
 look   calibrate RUN
 look   generate RUN a --tokens 1
 look   export-hf RUN newest OUT/hf
-look   export-deepspeed RUN newest OUT/deepspeed
 score  {SCORE}
 score  {SCORE} --follow
 refuse {SCORE} --follow --submit
@@ -83,10 +80,7 @@ taken  attach RUN --there /there/run --site LOGIN
 refuse stop RUN
 refuse stop RUN --now
 refuse checkpoint RUN
-refuse profile RUN
-show   profile RUN --last
 refuse sink RUN --to tensorboard --no-follow
-refuse alarm RUN
 refuse bench site --apply RUN
 refuse import LOG --out RUN --site lumi --format megatron
 refuse data build FOLDER/run --site SLURM --source TEXT --tokenizer TOKENIZER
@@ -97,7 +91,7 @@ look: shows it. refuse: would have to write, and names the owner. score: scores 
 show: shows it, or says what there is not. taken: refuses a directory that holds something, whoever owns it.
 """
 NEVER_OF_A_RUN = {
-    "plan", "validate", "doctor", "import-checkpoint", "average", "smollm2", "figures", "site init",
+    "plan", "validate", "doctor", "import-checkpoint", "figures", "site init",
 }  # fmt: skip
 ALWAYS = ("status", "watch", "runs", "alerts", "engine")
 """What shows any run, whatever lacks in it."""
@@ -220,7 +214,7 @@ class Looks:
         """Returns what is wrong with a command of COMMANDS; `whole`: the run lacks nothing, `live`: its job runs."""
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
-        follows = live and (words[0] in ("watch", "alarm", "profile") or "--follow" in words)
+        follows = live and (words[0] == "watch" or "--follow" in words)
         before = tree(self.run), tree(self.mine)
         said = hostile.kit(*given, ctrl_c_after_s=0.5 if follows else 20.0)
         shutil.rmtree(self.out)
@@ -360,9 +354,7 @@ WRITERS: dict[str, Callable[[Run], Any]] = {
     "resume": lambda run: launcher.resume(run.directory, num_steps=99),
     "launch": lambda run: launcher.launch(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe),
     "submit": lambda run: cluster.submit(run.job.spec, Site.load("laptop")),
-    "profile": lambda run: ask_profile(run, 1, [0]),
     "sink": lambda run: copy_metrics(run, "tensorboard", follow=False),
-    "alarm": lambda run: watch_over(run, "true", idle=lambda seconds: pytest.fail("it goes on")),
     "peak": lambda run: remeasure(run, lambda dtype: Fact(value=1e13, source="x", error=0.0)),
     "jobs": lambda run: list(follow_run(run, ("heldout",), submit=True, limit=2, poll_s=0)),
 }
@@ -405,7 +397,7 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
     running(run, process=hostile.process_of(sleep.pid))
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
     shown.look()
-    for name in {*NAMES} - {"alarm"}:
+    for name in NAMES:
         shown.actions.start(name, shown.status)
     deadline, report = time.monotonic() + 10, {}
     while time.monotonic() < deadline and not all(each["done_at"] for each in report.values() or [{"done_at": None}]):
@@ -427,7 +419,6 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         "stop RUN --now",
         "checkpoint RUN",
         "resume RUN",
-        "profile RUN",
         "export RUN",
         "sink RUN --to tensorboard",
     )
