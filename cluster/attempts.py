@@ -22,6 +22,7 @@ from cluster.state import (
     log_path,
     read_state,
     record_event,
+    refuse_other_owner,
     refuse_stale,
 )
 from cluster.status import is_alive, read_status
@@ -40,7 +41,7 @@ def claim_attempt(run_dir: Path) -> int:
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
-        refuse_live(run_dir)
+        _refuse_live(run_dir)
         return _begin(run_dir, RunState(state=JobState.QUEUED, attempt=0, process=Process.current()))
 
 
@@ -86,7 +87,12 @@ def new_folders(*folders: Path) -> Iterator[None]:
 
 
 def refuse_live(run_dir: Path) -> None:
-    """Raises JobError if a job is live in a run directory."""
+    """Raises JobError if a run directory is somebody else's, or a job is live in it."""
+    refuse_other_owner(run_dir, "start a job in it")
+    _refuse_live(run_dir)
+
+
+def _refuse_live(run_dir: Path) -> None:
     state, status = read_state(run_dir), read_status(run_dir)
     scheduled = state is not None and state.scheduler_job is not None
     # Out of reach: should it come back, it is fenced off.

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.attempts import claim_attempt
+from cluster.outcome import write_end
 from cluster.process import Process
 from cluster.site import Site
-from cluster.state import log_path, write_end
+from cluster.state import log_path
 from kit import launcher
 from kit.plan import Plan
 from kit.recipe import Recipe

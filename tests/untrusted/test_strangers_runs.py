@@ -21,9 +21,10 @@ import typer.main
 import cluster
 from cluster.job import Job
 from cluster.login.mirror import Mirror
+from cluster.outcome import write_end
 from cluster.scheduler import Slurm
 from cluster.site import Fact, Site, There
-from cluster.state import JobError, JobState, RunState, SchedulerJob, read_exit, write_end
+from cluster.state import JobError, JobState, RunState, SchedulerJob, read_exit
 from kit import launcher
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
