@@ -158,13 +158,16 @@ class Job:
         """Returns everything a rank has printed in an attempt (default: the newest); empty before its first output.
 
         Raises:
-            JobError: no such rank or attempt.
+            JobError: no such rank or attempt, or the log is no file that can be read.
         """
+        file = self._log(rank, attempt)
         try:
-            with opened(self._log(rank, attempt), follows=True) as stream:
+            with opened(file, follows=True) as stream:
                 return stream.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
+        except OSError as error:
+            raise JobError(f"{file}: {error.strerror}.") from error
 
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
         """Yields the lines that a rank prints in the newest attempt, old ones first, until that attempt ends."""

@@ -126,13 +126,14 @@ class Record:
         """Returns the record stored in a JSON file.
 
         Raises:
-            ConfigError: the file is missing, is no plain file, or does not describe this record.
-            OSError: it cannot be read.
+            ConfigError: the file is missing or cannot be read, is no plain file, or does not describe this record.
         """
         try:
             text = read_small(Path(file)).decode()
         except FileNotFoundError as error:
             raise ConfigError(f"{file}: no such file; expected a {cls.__name__} as JSON.") from error
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}; expected a {cls.__name__} as JSON.") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: not text ({error}); expected a {cls.__name__} as JSON.") from error
         try:

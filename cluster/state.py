@@ -238,7 +238,7 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
     file = run_dir / "control" / f"request_{request}"
     try:
         changed = file.stat().st_mtime
-    except FileNotFoundError:
+    except OSError:
         return None
     return read_record(AskedRequest, file) or AskedRequest(asked_at=changed)  # made by `touch`: that is as good
 

@@ -21,7 +21,7 @@ from kit.commands.options import (
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import Table, plain
+from kit.show.terminal import Table, clock, plain
 
 app = typer.Typer()
 
@@ -107,7 +107,7 @@ def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
     found = recorded_alerts(Run.open(run))
     table = Table("time", "kind", "attempt", "step", "message", right=("attempt", "step"))
     for alert in found:
-        when = time.strftime("%m-%d %H:%M:%S", time.localtime(alert.time))
+        when = clock(alert.time, "%m-%d %H:%M:%S")
         cells = (when, alert.kind, str(alert.attempt), f"{alert.step:,}", alert.message)
         table.add(*cells, style=COLOURS_OF_LEVELS[alert.level])
     tell([alert.to_dict() for alert in found], as_json, table if found else "No alerts.")

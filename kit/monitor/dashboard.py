@@ -186,11 +186,12 @@ class Dashboard:
         recent = slice(-20, None)
         step_time, mfu = median(columns["step_time_s"][recent]), median(curves["mfu"][recent])
         speed, left = median(curves["tokens_per_s"][recent]), max(0, run.recipe.num_steps - int(columns["step"][-1]))
+        tokens = int(_plain(curves["tokens"][-1]) or 0)
         memory, spent = run.site.device.memory_bytes, (self.outlook.goodput or {}).get("usd")
         return {
             "step": int(columns["step"][-1]), "loss": _plain(columns["loss"][-1]),
             "grad_norm": _plain(columns["grad_norm"][-1]), "learning_rate": _plain(columns["learning_rate"][-1]),
-            "tokens": int(curves["tokens"][-1]), "tokens_left": _plain(columns["tokens"][-1] * left),
+            "tokens": tokens, "tokens_left": _plain(columns["tokens"][-1] * left),
             "step_time_s": step_time, "tokens_per_s": speed, "mfu": mfu, "hfu": median(curves["hfu"][recent]),
             "why_no_mfu": self.why_no_mfu,
             "eta_s": None if self.status.state.is_final else time_left_s(columns, run.recipe.num_steps),
@@ -198,7 +199,7 @@ class Dashboard:
             "cost": None if spent is None else {"value": spent, "note": str(run.site.price_per_node_hour)},
             "formula": self._formula(),
             "data": "; ".join(filter(None, (
-                mix_words(run.recipe, run.spec.sequence_length, int(curves["tokens"][-1])), logs.hook_words(run)
+                mix_words(run.recipe, run.spec.sequence_length, tokens), logs.hook_words(run)
             ))),
         }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """A run in text: one status row, and a view that refreshes in the terminal."""
 
 import io
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
 from kit.run.metrics import time_left_s
-from kit.show.terminal import PlainConsole, Trimmed, keep_drawing, number
+from kit.show.terminal import PlainConsole, Trimmed, clock, keep_drawing, number
 
 STATES = {
     "green": (JobState.RUNNING, JobState.DONE),
@@ -137,8 +136,8 @@ def _told(dashboard: Dashboard) -> list[RenderableType]:
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
     for name, request in dashboard.facts()["actions"].items():
-        done = f", done {_clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
-        parts.append(Text(f"{name}: asked {_clock(request['asked_at'])}{done}", style="cyan"))
+        done = f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
+        parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{done}", style="cyan"))
     if not dashboard.run.directory.is_dir():
         parts.append(Text(f"{dashboard.run.directory} was removed: this is what was read before", style="red"))
     elif dashboard.status.state is JobState.FAILED:
@@ -218,7 +217,7 @@ def _alerts(dashboard: Dashboard, count: int) -> list[Text]:
     lines = []
     for alert in dashboard.watchman.log.alerts[: -count - 1 : -1]:
         mark = "✖" if alert.level == "error" else "⚠"
-        line = Text(f"{mark} {_clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
+        line = Text(f"{mark} {clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
         line.stylize(COLOURS_OF_LEVELS[alert.level])
         lines.append(line)
     return lines
@@ -251,7 +250,3 @@ def duration(seconds: float | None) -> str:
         return "–"
     minutes, hours = seconds / 60, seconds / 3600
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
-
-
-def _clock(when: float) -> str:
-    return time.strftime("%H:%M:%S", time.localtime(when))

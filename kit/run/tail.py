@@ -8,6 +8,7 @@ from cluster.files import opened
 
 CHUNK_BYTES = 8 << 20
 FINGERPRINT_BYTES = 256
+MOST_PIECES = 4
 
 
 class Tail:
@@ -18,13 +19,13 @@ class Tail:
     """
 
     def __init__(self, file: Path, position: int = 0) -> None:
-        self.file, self.position, self._last = file, position, b""
+        self.file, self.position, self._last, self._pieces = file, position, b"", 0
 
     def new_lines(self, limit_bytes: int = CHUNK_BYTES) -> bytes:
         """Returns the next lines, at most so many bytes of them; empty where nothing is new.
 
         A line without its end waits for the next call, unless it is longer than the limit: then it is none of ours, and
-        comes in pieces.
+        comes in pieces, MOST_PIECES of them at most: what is longer ends the reading, since it may have no end.
         """
         try:
             with opened(self.file) as stream:
@@ -34,7 +35,10 @@ class Tail:
                 text = stream.read(limit_bytes)
         except OSError:  # not there yet, or removed while it was followed: what was read stays
             return b""
-        whole = text[: text.rfind(b"\n") + 1] or (text if len(text) == limit_bytes else b"")
+        whole = text[: text.rfind(b"\n") + 1]
+        self._pieces = 0 if whole else self._pieces
+        if not whole and len(text) == limit_bytes and self._pieces < MOST_PIECES:
+            whole, self._pieces = text, self._pieces + 1
         self.position += len(whole)
         self._last = (self._last + whole)[-FINGERPRINT_BYTES:]
         return whole
@@ -48,7 +52,7 @@ class Tail:
 
     def restart(self) -> None:
         """Forgets what was read."""
-        self.position, self._last = 0, b""
+        self.position, self._last, self._pieces = 0, b"", 0
 
     @property
     def unread_bytes(self) -> int:

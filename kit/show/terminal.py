@@ -47,6 +47,14 @@ def number(value: float | None, form: str) -> str:
     return f"{value:{'.3e' if huge else form}}"
 
 
+def clock(when: float, form: str = "%H:%M:%S") -> str:
+    """Returns a unix time as this machine's clock shows it; a question mark where it is no time."""
+    try:
+        return time.strftime(form, time.localtime(when))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
 def as_text(*parts: RenderableType) -> str:
     """Returns what the terminal would show, without colours: lines of its width, or whole where there is none."""
     console = PlainConsole(color_system=None, force_jupyter=False)

@@ -4,7 +4,6 @@ Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mu
 """
 
 import contextlib
-import io
 import json
 import math
 import os
@@ -16,31 +15,28 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.run.profile import profiles
-
 from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
 from cluster.job import Job
 from cluster.record import ConfigError
-from cluster.state import JobError, JobState, RunState, ask, take_request
+from cluster.state import JobError, JobState, RunState, ask, log_path, take_request
 from kit.commands.options import strict_json
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.monitor.dashboard import Dashboard, View
-from kit.monitor.expected import gains, pace
 from kit.monitor.export import export_table
 from kit.monitor.goodput import ledger
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import runs_table
 from kit.monitor.scores import eval_curve
-from kit.monitor.text import recorded_alerts, status_row, status_table
+from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.show.terminal import PlainConsole
-from tests.untrusted.hostile import finished_run
+from tests.untrusted.hostile import finished_run, kit
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
@@ -52,11 +48,10 @@ RECORDS = (
     "control/taken_checkpoint", "alerts.jsonl", "login_seen.json",
 )  # fmt: skip
 OTHERS = (
-    "login.json", "import.json", "alarms.jsonl", "monitor/columns.bin", "monitor/watcher.json", "hook.py",
-    "control/request_stop", "control/request_profile", ".state.lock", "logs/attempt_01/rank_00000.log",
-    "profile/step_00000003/profile.json",
+    "login.json", "import.json", "monitor/columns.bin", "hook.py",
+    "control/request_stop", ".state.lock", "logs/attempt_01/rank_00000.log",
 )  # fmt: skip
-FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor", "profile")
+FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor")
 
 
 def whole_run(directory: Path) -> Run:
@@ -107,6 +102,7 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a pipe": pipe,
     "a link to /dev/zero": endless,
     "a link to /dev/tty": lambda file: file.symlink_to("/dev/tty"),
+    "a link to it": lambda file: file.symlink_to("/etc/passwd"),
     "a terabyte of nothing": huge,
     "a folder": Path.mkdir,
     "a link to its folder": looping,
@@ -128,10 +124,14 @@ NUMBERS = tuple(value for value in VALUES if isinstance(value, int | float) and 
 
 def plant(directory: Path, name: str, kind: str) -> None:
     """Puts something else where a file or folder of a run is, or would be."""
-    file = directory / name
-    clear(file)
+    file, aside = directory / name, directory.with_name("aside")
     file.parent.mkdir(parents=True, exist_ok=True)
-    SPECIAL[kind](file)
+    if kind == "a link to it" and file.exists():
+        file.rename(aside)
+        file.symlink_to(aside)
+    else:
+        clear(file)
+        SPECIAL[kind](file)
 
 
 def clear(file: Path) -> None:
@@ -237,16 +237,21 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
 # Who looks ------------------------------------------------------------------------------------------------------------
 
 
-def text_of(run: Run) -> None:
-    PlainConsole(file=io.StringIO(), width=100).print(status_table(run))
+def command(*words: str) -> Callable[[Run], None]:
+    """Returns a view: the command says what it has to say, without a traceback."""
+
+    def view(run: Run) -> None:
+        said = kit(*(str(run.directory) if word == "RUN" else word for word in words))
+        assert "Traceback" not in said.text and said.code in (0, 1), said.text
+
+    return view
 
 
 def job_of(run: Run) -> None:
     job = Job.attach(run.directory)
     job.status(), job.history, job._repr_html_()
-    if (run.directory / "logs").stat().st_size < 2**30 and not any(
-        file.stat().st_size > 2**30 for file in (run.directory / "logs").glob("*/*")
-    ):  # a log has any length, and is printed whole
+    log = log_path(run.directory, 1, 0)
+    if not log.exists() or log.stat().st_size < 2**30:  # a log may have any length, and is asked for as a whole
         job.logs()
 
 
@@ -261,42 +266,46 @@ def dashboard_of(run: Run) -> None:
     shown.heat(), shown.log()
 
 
-def explanation_of(run: Run) -> None:
-    found = pace(run)
-    strict_json(found.to_dict())
-    gains(run, found.plan)
-
-
 def records_of(run: Run) -> None:
-    eval_curve(run), profiles(run.directory), run.checkpoints.steps(), run._repr_html_(), export_table(run)
+    eval_curve(run), run.checkpoints.steps(), run._repr_html_(), export_table(run)
     for step in run.checkpoints.steps():
         run.checkpoints.manifest(step)
 
 
 VIEWS: dict[str, Callable[[Run], Any]] = {
-    "status": text_of,
-    "row": lambda run: strict_json(status_row(run)),
     "job": job_of,
+    "row": lambda run: strict_json(status_row(run)),
     "alerts": recorded_alerts,
+    "goodput": lambda run: strict_json(ledger(run).rows()),
     "dashboard": dashboard_of,
     "notebook": lambda run: view_html(run, ""),
-    "goodput": lambda run: strict_json([ledger(run).to_dict(), ledger(run).rows()]),
-    "explain": explanation_of,
     "records": records_of,
 }
-DRAWN = {"curve": curve_html}
+SLOW: dict[str, Callable[[Run], Any]] = {
+    "kit status": command("status", "RUN"),
+    "kit status --json": command("status", "RUN", "--json"),
+    "kit alerts": command("alerts", "RUN"),
+    "kit goodput": command("goodput", "RUN"),
+    "kit explain": command("explain", "RUN"),
+    "curve": curve_html,
+}
+"""Of these each case has one, in turn."""
 
 
 class TooLong(BaseException):
     """A view waits."""
 
 
-def faults(directory: Path, views: dict[str, Callable[[Run], Any]] = VIEWS) -> list[str]:
+def faults(directory: Path, views: dict[str, Callable[[Run], Any]]) -> list[str]:
     """Returns what is wrong with the views of a run: errors but the kit's own, too much time, too much memory."""
+
+    names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
     def table() -> None:
         found = runs_table(directory.parent)
         strict_json(found.to_dicts()), found._repr_html_()
+        is_listed = all(name in names for name in ("spec.json", "plan.json"))
+        assert len(found.rows) == is_listed, "a run that cannot be read is a row that says why"
 
     opened: list[Run] = []
     found = _fault("runs", table) + _fault("open", lambda: opened.append(Run.open(directory)))
@@ -336,14 +345,20 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30),) * 2)
 
 
-def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, views: Any = VIEWS) -> list[str]:
-    """Returns the faults of many changed copies of a run, each by the name of its case. For a child process."""
+def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, whole: bool = False) -> list[str]:
+    """Returns the faults of many changed copies of a run, each by the name of its case. For a child process.
+
+    Every case is seen by the quick views and by one of the others in turn, or, with `whole`, by all that there are.
+    """
     limit_memory()
-    found = faults(shutil.copytree(template, folder / "whole" / "run"), views)  # imports everything
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's word that 1e308 twice is infinite is no fault
+    every, slow = {**VIEWS, **SLOW}, list(SLOW)
+    found = faults(shutil.copytree(template, folder / "whole" / "run"), every)  # imports everything
     assert not found, found
     for number, (name, change) in enumerate(cases.items()):
         directory = shutil.copytree(template, folder / str(number) / "run")
-        done = change(directory)
+        done, turn = change(directory), slow[number % len(slow)]
+        views = every if whole else {**VIEWS, turn: SLOW[turn]}
         found += [f"{name} {done or ''}: {fault}" for fault in faults(directory, views)]
         shutil.rmtree(directory.parent)
     return found
@@ -357,4 +372,7 @@ def mutations(numbers: range | list[int]) -> dict[str, Callable[[Path], Any]]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         made = whole_run(Path(place, "template", "run")).directory
-        print("\n".join(all_faults(made, mutations([int(word) for word in sys.argv[1:]]), Path(place))) or "no fault")
+        print(
+            "\n".join(all_faults(made, mutations([int(word) for word in sys.argv[1:]]), Path(place), whole=True))
+            or "no fault"
+        )

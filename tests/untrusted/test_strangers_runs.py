@@ -3,6 +3,7 @@
 Permissions stop nothing here: folders are 0777 and files 0666, so that what is not written is not written by choice.
 """
 
+import contextlib
 import json
 import os
 import pwd
@@ -24,7 +25,7 @@ from cluster.login.mirror import Mirror
 from cluster.outcome import write_end
 from cluster.scheduler import Slurm
 from cluster.site import Fact, Site, There
-from cluster.state import JobError, JobState, RunState, SchedulerJob, read_exit
+from cluster.state import JobError, JobState, RunState, SchedulerJob, read_exit, update_state
 from kit import launcher
 from kit.commands.app import app
 from kit.errors import ConfigError, RunError
@@ -37,6 +38,7 @@ from kit.monitor.live import curve_html, view_html
 from kit.monitor.sinks import copy_metrics
 from kit.monitor.text import recorded_alerts, status_row, status_table
 from kit.run import Run
+from kit.run.metrics import MetricsWriter
 from tests.monitor.test_importers import ARGUMENTS, head, line
 from tests.untrusted import hostile
 from tests.untrusted.hostile import STRANGER, Calls, beyond_questions, changes, finished_run, open_to_all, tree
@@ -150,10 +152,9 @@ def run(template: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What would reach another machine; the viewer has a home of its own, and an alarm."""
+    """What would reach another machine; the viewer has a home of its own."""
     fakes = Calls(tmp_path / "bin", tmp_path)
     monkeypatch.setenv("PATH", f"{fakes.bin}:{os.environ['PATH']}")
-    monkeypatch.setenv("KIT_ALARM", "true")
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.delenv("SLURM_CONF", raising=False)
@@ -302,8 +303,8 @@ def test_commands_on_a_run_that_names_a_login_node(looks, run: Path, tmp_path: P
     all_commands(looks(), whole=False, live=mirrored)
 
 
-LINKS = ("alerts.jsonl", "alarms.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".login.lock")
-FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval", "profile")
+LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".login.lock")
+FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
 def test_commands_on_a_run_whose_files_are_links_to_the_viewers(looks, run: Path, tmp_path: Path) -> None:
@@ -439,7 +440,7 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         all_of(look)  # so that all is imported: nobody may not read where root's Python lies
         open_to_all(run)
         before = tree(run)
-        said = hostile.in_a_child(lambda: all_of(look + act), 60, user=STRANGER)
+        said = hostile.in_a_child(lambda: all_of(look + act), user=STRANGER)
         assert [code for code, _ in said] == [0] * len(look) + [1] * len(act), said
         unnamed = [text for _, text in said[len(look) :] if "root" not in text or "Traceback" in text]
         assert not unnamed
@@ -481,3 +482,27 @@ def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_
         assert said.code == code and "Traceback" not in said.text, said
         assert [call for call in calls.taken() if call.startswith("scancel")] == ["scancel [] 777"] * (code == 0)
         (run / "exit.json").write_text(read_exit(run).to_json() if read_exit(run) else "{}")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["a link", "another name"])
+def test_nothing_is_appended_to_what_another_has_linked(run: Path, tmp_path: Path, calls: Calls, link) -> None:
+    opened, mine = Run.open(run), tmp_path / "mine"
+    appends: dict[str, Callable[[], Any]] = {
+        "alerts.jsonl": lambda: recorded_alerts(opened),
+        "history.jsonl": lambda: update_state(run, attempt=1, state=JobState.FAILED),
+        ".state.lock": lambda: update_state(run, attempt=1, step=41),
+        "metrics.jsonl": lambda: MetricsWriter(run / "metrics.jsonl").write([{"step": 41}]),
+        "logs/attempt_02/rank_00000.log": lambda: cluster.local.submit(opened.job.spec).wait(20),
+        "logs/attempt_02_supervisor.log": lambda: cluster.local.submit(opened.job.spec).wait(20),
+    }
+    for name, append in appends.items():
+        shutil.copytree(run, tmp_path / "before", symlinks=True)
+        mine.write_text("export MINE=1\n")
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).unlink(missing_ok=True)
+        link(mine, run / name)
+        with contextlib.suppress(OSError, JobError, RunError):
+            append()
+        assert mine.read_text() == "export MINE=1\n", name
+        shutil.rmtree(run)
+        (tmp_path / "before").rename(run)
