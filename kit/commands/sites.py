@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from cluster import devices
 from cluster.files import write_atomic
 from cluster.login.connection import ssh
 from cluster.record import ConfigError, counted
@@ -18,14 +17,18 @@ from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.state import JobError
 from kit.commands.options import hint
+from kit.plan import Plan
 from kit.show.terminal import PlainConsole
 
 app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Files that say what a machine is.")
-TOOLS = ", ".join(tool.partition(" ")[0] for tool in devices.TOOLS)
-TIMEOUT_S = 600.0
-"""Of one question; a probe waits in the queue."""
+TIMEOUT_S = 60.0
+"""Of one question."""
+LOCAL = """\
+# This machine, as torch sees it.
+# EDIT: peaks and links, by `kit bench site --out FILE.toml` or from a data sheet
+"""
 
 
 @site_app.command()
@@ -35,8 +38,7 @@ def init(
         str | None, typer.Option(help="of Slurm; default: one with GPUs, the default one first")
     ] = None,
     login: Annotated[str | None, typer.Option(help="ask there: a name of ~/.ssh/config")] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="ask a compute node too, by a job of one minute")] = False,
-    account: Annotated[str | None, typer.Option(help="that jobs are charged to, the probe too")] = None,
+    account: Annotated[str | None, typer.Option(help="that jobs are charged to")] = None,
     local: Annotated[bool, typer.Option("--local", help="of this machine alone: its GPUs, or its cores")] = False,
 ) -> None:
     """Write a first site file from what a cluster or this machine says, with EDIT where nobody there can know."""
@@ -49,26 +51,22 @@ def init(
         return _run(words) if login is None else ssh(login, _in_a_login_shell(words), timeout_s=TIMEOUT_S).decode()
 
     if local:
-        given = {"--partition": partition, "--login": login, "--probe": probe, "--account": account}
+        given = {"--partition": partition, "--login": login, "--account": account}
         if unfit := [name for name, value in given.items() if value]:
             raise ConfigError(f"{unfit[0]}: not with --local, which asks no Slurm. Leave one of them out.")
-        _finish(out, devices.local_text(devices.gpus_of(ask(devices.ASK)), os.uname().nodename.partition(".")[0]))
+        from kit.measure.device import on_device
+        from kit.measure.site import to_toml
+
+        here = on_device(Site.load("laptop"), Plan()).replace(name=os.uname().nodename.partition(".")[0])
+        _finish(out, LOCAL + to_toml(here))
         return
     found = inventory.nodes_of(ask(inventory.SINFO))
     if not found:
         raise JobError("sinfo names no nodes here. Are you on a login node of the cluster? Or give --login NAME.")
-    nodes, seen, said = inventory.choose(found, partition), None, PlainConsole(stderr=True, soft_wrap=True)
-    if probe and not nodes.gpus:
-        said.print(f"No node was asked: those of partition {nodes.partition} have no GPUs.")
-    elif probe:
-        said.print(f"Asking a node of partition {nodes.partition}, by a job of one minute ...")
-        if (seen := inventory.probe(ask, nodes, account)) is None:
-            said.print(
-                f"The job has run, and none of {TOOLS} found a GPU on its node: the file has Slurm's words alone."
-            )
-    told = inventory.settings_of(ask(inventory.CONFIG))
-    others = sorted({each.partition for each in found} - {nodes.partition})
-    _finish(out, inventory.site_text(nodes, told, seen=seen, login=login, account=account), others)
+    nodes = inventory.choose(found, partition)
+    others = sorted({each["partition"] for each in found} - {nodes["partition"]})
+    text = inventory.site_text(nodes, inventory.settings_of(ask(inventory.CONFIG)), login=login, account=account)
+    _finish(out, text, others)
 
 
 def _finish(out: Path, text: str, others: Sequence[str] = ()) -> None:

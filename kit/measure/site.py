@@ -101,15 +101,17 @@ def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
 
 
 def to_toml(site: Site) -> str:
-    """Returns the measured numbers of a site as a site file laid over `laptop`: a start for one of your own."""
+    """Returns the devices and measured numbers of this machine as a site file over `laptop`."""
 
     def fact(name: str, value: Fact) -> str:
         error = "" if value.error is None else f", error = {value.error:.2g}"
         return f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
 
-    lines = [f'base = "laptop"\nname = {json.dumps(site.name)}', "", "[device]"]
-    if site.device.memory_bytes_per_s:
-        lines.append(fact("memory_bytes_per_s", site.device.memory_bytes_per_s))
+    lines = [f'base = "laptop"\nname = {json.dumps(site.name)}\ndevices_per_node = {site.devices_per_node}\n']
+    lines.append(f"[device]\nname = {json.dumps(site.device.name)}")
+    for name in ("memory_bytes", "memory_bytes_per_s"):
+        if held := getattr(site.device, name):
+            lines.append(fact(name, held))
     lines += ["", "[device.peak_flops_per_s]"]
     lines += [fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()]
     for link in site.links.intra_node:
