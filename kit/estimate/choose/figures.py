@@ -10,6 +10,7 @@ from kit.estimate.choose.search import Search
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.memory import StageMemory
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
+from kit.estimate.theory.timeline import boxes
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
@@ -33,16 +34,20 @@ def memory_figure(
     The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by title; the memory of a
     device is drawn as a line.
     """
+    from matplotlib.collections import PolyCollection
+
     rows: Rows = []
     with new_figure(1, len(stages), height=3.4, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
-            bottom = np.zeros(count)
+            bottom, places = np.zeros(count), np.arange(count)
             for (name, held), colour in zip(stage.with_reserve(reserve).items(), MEMORY_COLOURS, strict=True):
                 size = np.broadcast_to(held, count) / 2**30
-                axis.bar(range(count), size, bottom=bottom, color=colour, width=0.85, label=name.replace("_", " "))
+                bars = boxes(places - 0.425, places + 0.425, bottom + size / 2, size)
+                axis.add_collection(PolyCollection(bars, facecolor=colour, label=name.replace("_", " ")))
                 bottom = bottom + size
             rows += [{"layout": title, "stage": i, "GiB": float(total)} for i, total in enumerate(bottom)]
+            axis.autoscale_view()
             axis.axhline(device_bytes / 2**30, color=GREY, linestyle="--", linewidth=1)
             axis.set_title(title)
             axis.set_xlabel("pipeline device")

@@ -59,16 +59,17 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float) -> Non
 
     order, devices = simulation.order, simulation.order.num_devices
     height = 0.86 if devices <= LABELLED_DEVICES else 1.0
-    axis.barh(range(devices), simulation.makespan_s / unit, height, color=IDLE, zorder=1)
+    whole = boxes(np.zeros(devices), np.full(devices, simulation.makespan_s / unit), np.arange(devices), height)
+    axis.add_collection(PolyCollection(whole, facecolor=IDLE, linewidth=0, zorder=1))
     row = np.broadcast_to(np.arange(devices)[:, None], order.kind.shape)
     crowded = np.nanmedian(simulation.end_s - simulation.start_s) < width_s / 500
     chunk = _chunks(simulation)
     for kind, colour in COLOURS.items():
         for paleness in np.unique(chunk):
             work = (order.kind == kind) & (chunk == paleness)
-            boxes = _boxes(simulation.start_s[work] / unit, simulation.end_s[work] / unit, row[work], height)
+            drawn = boxes(simulation.start_s[work] / unit, simulation.end_s[work] / unit, row[work], height)
             axis.add_collection(
-                PolyCollection(list(boxes), facecolor=_paler(colour, paleness), linewidth=0 if crowded else 0.4,
+                PolyCollection(drawn, facecolor=_paler(colour, paleness), linewidth=0 if crowded else 0.4,
                                edgecolor="none" if crowded else "white", zorder=2, antialiased=not crowded)
             )  # fmt: skip
     _number(axis, simulation, unit, width_s, chunk)
@@ -104,8 +105,9 @@ def _chunks(simulation: Simulation) -> Array:
     return np.where(order.kind == PADDING, 0, nth[order.stage] / max(1, nth.max()))
 
 
-def _boxes(start: Array, end: Array, row: Array, height: float) -> Array:
-    top, bottom = row - height / 2, row + height / 2
+def boxes(start: Array, end: Array, middle: Array, height: Any) -> Any:
+    """Returns the corners of boxes from `start` to `end`, of a height around a middle; shape (boxes, 4, 2)."""
+    top, bottom = middle - height / 2, middle + height / 2
     corners = [(start, top), (end, top), (end, bottom), (start, bottom)]
     return np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
 
