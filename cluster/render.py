@@ -34,7 +34,8 @@ def render(job: JobSpec, site: Site) -> str:
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:
     """Returns all texts of a job by file name, in order of submission; each waits for the success of the one before.
 
-    Most sites have one. A site that compiles ahead has `compile.sh` (or `.yaml`) before it. Raises as `render`.
+    Most sites have one. A site that compiles ahead has `compile.sh` before it, Kubernetes what a pod runs. Raises as
+    `render`.
     """
     check(job, site)
     if site.login:

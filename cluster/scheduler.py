@@ -171,7 +171,7 @@ class Kubernetes(Record):
     queue: str | None = field_doc("Kueue queue that admits all pods of a job together, or none", default=None)
     kind: Literal["Job", "JobSet"] = field_doc("Job: needs no operator; JobSet: starts all pods again when one is lost",
                                                default="Job")  # fmt: skip
-    max_restarts: int = field_doc("of a JobSet", default=10)
+    max_restarts: int = field_doc("of a JobSet, or of a Job of one pod", default=10)
     master_port: int = field_doc("where ranks meet", default=29500)
     setup: tuple[str, ...] = field_doc("shell lines, run by each pod before the command", default=())
     environment: dict[str, str] = field_doc("of every rank", default_factory=dict)

@@ -13,8 +13,7 @@ from cluster.sandbox import why_not
 from cluster.state import JobError
 from kit.errors import install_command
 
-EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb",
-          "kubernetes": "cluster"}  # fmt: skip
+EXTRAS = {"optuna": "plan", "scikit-learn": "plan", "lm-eval": "eval", "transformers": "eval", "wandb": "wandb"}
 SCHEDULER_PROGRAMS = ("sbatch", "squeue", "scontrol", "sacct", "kubectl")
 PROBE_LIMIT_S = 120.0
 RANKS_LIMIT_S = 60.0

@@ -1,87 +1,81 @@
-"""Sends jobs to Kubernetes through the official client and asks about them.
+"""Sends jobs to Kubernetes with kubectl and asks about them.
 
-What is sent comes from `cluster.kubernetes.manifest` and goes through `cluster.kubernetes.client`. Where that is
-missing, the text can still be shown, and applied by hand. Standard library otherwise.
+What is sent is written by `cluster.kubernetes.manifest`, and says when Kubernetes starts pods again.
+Standard library only.
 """
 
-import time
+import contextlib
+import json
+import subprocess
 from pathlib import Path
 
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
-from cluster.kubernetes.client import Cluster
-from cluster.kubernetes.manifest import INSTANCE, STOPPED_CODE, kubernetes_table, manifest_text, manifests, mark
+from cluster.kubernetes.manifest import INSTANCE, MANAGED_BY, job_name, kubernetes_table, mark
+from cluster.kubernetes.manifest import texts as texts
 from cluster.poll import POLLER, Look
-from cluster.record import counted
-from cluster.render import check, check_submittable
+from cluster.record import cut
+from cluster.render import check_submittable, scripts
 from cluster.site import Site
-from cluster.state import JobError, JobState, SchedulerJob, last_attempt
+from cluster.state import JobError, JobState, SchedulerJob
 
-GONE_WAIT_S = 900.0
-HOPELESS = (
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "CreateContainerConfigError",
-    "CreateContainerError",
-)
+TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Sends a job to the cluster of the current context and returns its handle.
 
-    The run directory gets `job.json`, `site.json` and `submit.yaml`, which is what was sent. `files` and errors are
-    those of `cluster.submission.submit`; without the official client it is a JobError too.
+    The run directory gets `job.json`, `site.json`, `run.sh` and `submit.json`, which is what is sent.
+    `files` and errors are those of `cluster.submission.submit`.
     """
-    namespace, cluster = _check(job, site)
-    run_dir = Path(job.run_dir)
-    text = manifest_text(job, site, attempt=last_attempt(run_dir) + 1)
-    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), "submit.yaml": text}
+    check_submittable(site)
+    asked = scripts(job, site)
+    run_dir, table, context = Path(job.run_dir), kubernetes_table(site), ""
+    with contextlib.suppress(JobError):  # in a pod kubectl needs none
+        context = _kubectl("config", "current-context").strip()
+    place = f"{context}/{table.namespace}"
+    kept = {**(files or {}), "job.json": job.to_json(), "site.json": site.to_json(), **asked}
     with claimed(run_dir, kept) as attempt:
-        name = cluster.create(manifests(job, site, attempt), namespace)
-    hand_over(run_dir, attempt, SchedulerJob(scheduler="kubernetes", id=name, config=f"{cluster.context}/{namespace}"))
+        name = f"{table.kind.lower()}/{job_name(job, attempt)}"
+        made = SchedulerJob(scheduler="kubernetes", id=name, config=place)
+        try:
+            _kubectl("create", "--filename=-", place=place, text=asked["submit.json"])
+        except JobError:
+            with contextlib.suppress(JobError):  # the half of it that was made
+                cancel(made, run_dir)
+            raise
+    hand_over(run_dir, attempt, made)
     return Job.attach(run_dir)
 
 
-def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the manifests of a job by the name of their file in the run directory."""
-    return {"submit.yaml": manifest_text(job, site)}
-
-
-def _check(job: JobSpec, site: Site) -> tuple[str, Cluster]:
-    check(job, site)
-    check_submittable(site)
-    manifests(job, site)
-    return kubernetes_table(site).namespace, Cluster()
-
-
 def look(jobs: list[SchedulerJob]) -> dict[str, Look]:
-    """Returns what the cluster says about jobs of one context and namespace, by job id; three questions for all.
+    """Returns what the cluster says about jobs of one context and namespace, by job id.
 
     Raises:
         JobError: the cluster does not answer.
     """
-    context, namespace = _place(jobs[0])
-    cluster = Cluster(context)
-    pods: dict[str, list[dict]] = {}
-    for pod in cluster.list_pods(namespace):
-        pods.setdefault(pod["metadata"]["labels"].get(INSTANCE, ""), []).append(pod)
-    found: dict[str, dict] = {}
-    for kind in {job.id.split("/")[0] for job in jobs}:
-        found |= {f"{kind}/{item['metadata']['name']}": item for item in cluster.list_jobs(kind, namespace)}
-    return {job.id: judge(found.get(job.id), pods.get(job.id.split("/")[1], [])) for job in jobs}
+    kinds = ",".join(sorted({job.id.split("/")[0] for job in jobs}))
+    mine = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
+    answer = _kubectl("get", kinds, f"--selector={mine}", "--output=json", place=jobs[0].config)
+    items = json.loads(answer)["items"]
+    found = {f"{item['kind'].lower()}/{item['metadata']['name']}": item for item in items}
+    return {job.id: judge(found.get(job.id)) for job in jobs}
 
 
-def cancel(job: SchedulerJob, run_dir: Path) -> None:
-    """Deletes a job of a run with its pods, which are told to end first.
+def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
+    """Deletes a job of a run with its pods, which are told to end first; it may be gone already.
 
     Raises:
-        JobError: the cluster refuses or does not answer, or the job is not this run's.
+        JobError: the cluster refuses or does not answer, or the job is not this run's; with `waits`
+            also, that its pods do not end.
     """
     if f"-{mark(str(run_dir))}-" not in job.id:
         raise JobError(f"{run_dir}: {job.id} is not of this run, by its name. It goes on.")
-    context, namespace = _place(job)
-    Cluster(context).delete(job.id, namespace)
+    kind, name = job.id.split("/")
+    parts = "configmap" if kind == "jobset" else "configmap,service"  # its operator made that one
+    words = ("delete", f"{kind},{parts}", name, "--ignore-not-found")
+    how = ("--cascade=foreground", "--wait=true") if waits else ("--wait=false",)
+    _kubectl(*words, *how, place=job.config, limit_s=GONE_WAIT_S if waits else TIMEOUT_S)
 
 
 def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
@@ -92,82 +86,67 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
         JobError: the cluster refuses or does not answer, or the pods do not end.
     """
     site = Site.read(job.run_dir / "site.json")
-    _check(job.spec, site)
-    cancel(scheduler_job, job.run_dir)
-    deadline = time.monotonic() + GONE_WAIT_S
-    context, namespace = _place(scheduler_job)
-    cluster, name = Cluster(context), scheduler_job.id.split("/")[1]
-    while any(pod["metadata"]["labels"].get(INSTANCE) == name for pod in cluster.list_pods(namespace)):
-        if time.monotonic() > deadline:
-            raise JobError(f"pods of {name} are still there after {GONE_WAIT_S:.0f} s. Look with kubectl get pods.")
-        time.sleep(1.0)
+    check_submittable(site)
+    scripts(job.spec, site)
+    cancel(scheduler_job, job.run_dir, waits=True)
     POLLER.forget(scheduler_job)
     submit(job.spec, site)
 
 
-def judge(item: dict | None, pods: list[dict]) -> Look:
-    """Returns what a Job or JobSet and its pods, as the API gives them, mean in our words."""
+def judge(item: dict | None) -> Look:
+    """Returns what a Job or JobSet, as the API gives it, means in our words."""
     if item is None:
-        return Look(state=JobState.LOST, reason="Kubernetes no longer has this job, and it left no exit.json")
-    status, spec = item.get("status") or {}, item["spec"]
-    conditions = {c["type"]: c for c in status.get("conditions") or [] if c.get("status") == "True"}
-    if "Complete" in conditions or "Completed" in conditions:
+        lost = "Kubernetes no longer has this job, and it left no exit.json"
+        return Look(state=JobState.LOST, reason=lost)
+    status, name = item.get("status") or {}, item["metadata"]["name"]
+    conditions = status.get("conditions") or []
+    told = {each["type"]: each for each in conditions if each["status"] == "True"}
+    if "Complete" in told or "Completed" in told:
         return Look(state=JobState.DONE, reason="Kubernetes: complete", exit_code=0)
-    if "Failed" in conditions:
-        return _failure(conditions["Failed"], pods)
+    if failed := told.get("Failed"):
+        why = ": ".join(filter(None, ("Kubernetes", failed.get("reason"), failed.get("message"))))
+        advice = f"{why.rstrip('.')}. `kit resume` starts it again"
+        return Look(state=JobState.FAILED, reason=advice, exit_code=1)
     if item["metadata"].get("deletionTimestamp"):
         return Look(state=JobState.STOPPING, reason="Kubernetes: being deleted")
-    restarts = f" (restart {status['restarts']})" if status.get("restarts") else ""
-    if spec.get("suspend"):
+    if item["spec"].get("suspend"):
         return Look(state=JobState.QUEUED, reason="waits to be admitted by its queue")
-    waiting = [found for pod in pods if (found := _waits(pod))]
-    if waiting:
-        state, reason = max(waiting, key=lambda found: found[0] is JobState.QUEUED)
-        return Look(state=state, reason=f"{reason} ({len(waiting)} of {len(pods)} pods){restarts}")
-    if not pods:
-        return Look(state=JobState.QUEUED, reason=f"no pods yet{restarts}")
-    return Look(state=JobState.RUNNING, reason=f"{counted(len(pods), 'pod')} running{restarts}")
+    # Of a JobSet its one Job, counted as a pod is.
+    parts = status.get("replicatedJobsStatus") or [status]
+    active, ready = (sum(part.get(key) or 0 for part in parts) for key in ("active", "ready"))
+    restarts = status.get("restarts") or status.get("failed")
+    again = f" (restart {restarts})" if restarts else ""
+    if active and ready >= active:
+        return Look(state=JobState.RUNNING, reason=f"all pods are ready{again}")
+    which = f"`kubectl describe pods --selector={INSTANCE}={name}` says for what"
+    return Look(state=JobState.QUEUED, reason=f"waits until all pods are ready{again}; {which}")
 
 
-def _waits(pod: dict) -> tuple[JobState, str] | None:
-    """Returns why a pod does not run yet, or None if it runs or has run."""
-    status = pod.get("status") or {}
-    if status.get("phase") != "Pending":
-        return None
-    for condition in status.get("conditions") or []:
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return JobState.QUEUED, f"waits: {condition.get('message') or condition.get('reason') or 'not scheduled'}"
-    for container in status.get("containerStatuses") or []:
-        waiting = (container.get("state") or {}).get("waiting") or {}
-        if waiting.get("reason") in HOPELESS:
-            text = f"{waiting['reason']}: {waiting.get('message') or 'see kubectl describe pod'}"
-            return JobState.CONFIGURING, f"will not start: {text}. Cancel it, correct site.kubernetes, submit again"
-    if any(c["type"] == "PodScheduled" for c in status.get("conditions") or []):
-        return JobState.CONFIGURING, "pods are being set up"
-    return JobState.QUEUED, "waits to be scheduled"
+def _kubectl(*words: str, place: str | None = None, text: str = "", limit_s: float = TIMEOUT_S) -> str:
+    """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text.
 
-
-def _failure(condition: dict, pods: list[dict]) -> Look:
-    """Returns the end of a failed job, told by the pod that failed first rather than by those that it took along."""
-    ended = []
-    for pod in pods:
-        for container in (pod.get("status") or {}).get("containerStatuses") or []:
-            terminated = (container.get("state") or {}).get("terminated") or {}
-            if terminated.get("exitCode"):
-                ended.append((terminated.get("finishedAt") or "", pod["metadata"]["name"], terminated))
-    reason = f"Kubernetes: {condition.get('reason') or 'Failed'}: {condition.get('message') or ''}".rstrip(": ")
-    if not ended:
-        return Look(state=JobState.FAILED, reason=reason, exit_code=1)
-    _, name, first = min(ended, key=lambda end: end[:2])
-    code = first["exitCode"]
-    if code == STOPPED_CODE:
-        reason = f"a pod was told to end, so all saved and stopped; `kit resume` goes on from there ({reason})"
-    else:
-        why = f" ({first['reason']})" if first.get("reason") not in (None, "Error") else ""
-        reason = f"pod {name} ended first, with code {code}{why}; {reason}"
-    return Look(state=JobState.FAILED, reason=reason, exit_code=code)
-
-
-def _place(job: SchedulerJob) -> tuple[str | None, str]:
-    context, _, namespace = (job.config or "/default").rpartition("/")
-    return context or None, namespace
+    Raises:
+        JobError: it is not installed, fails, with its own words, or does not answer in time.
+    """
+    context, _, namespace = (place or "").rpartition("/")
+    options = {"--context": context, "--namespace": namespace}
+    where = [f"{name}={value}" for name, value in options.items() if value]
+    try:
+        done = subprocess.run(
+            ["kubectl", *words, *where],
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=limit_s,
+            start_new_session=True,  # Ctrl-C must not reach a submission that is half done
+        )
+    except FileNotFoundError as error:
+        advice = "Install it, or take what `kit launch ... --show` prints to where it is."
+        raise JobError(f"kubectl is not installed here. {advice}") from error
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"kubectl {words[0]} was not done within {limit_s:g} s") from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise JobError(f"kubectl {words[0]}: {cut(said, 500)}")
+    return done.stdout

@@ -1,44 +1,38 @@
-"""What the first pod of a job notes in the run directory. Standard library only.
+"""What the pods of a job note in the run directory. Standard library only.
 
-python -m cluster.kubernetes begin RUN_DIR ATTEMPT NAMESPACE JOB    this attempt starts now
-python -m cluster.kubernetes end RUN_DIR ATTEMPT                    it has ended well
+python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB  the first pod starts an attempt: its number
+python -m cluster.kubernetes end RUN_DIR ATTEMPT          it has ended well
+python -m cluster.kubernetes stop RUN_DIR                 a pod is told to end: save and stop
 """
 
 import sys
-import time
 from pathlib import Path
 
-from cluster.outcome import write_end
-from cluster.state import JobError, JobState, SchedulerJob, read_state, update_state
-
-
-def begin(run_dir: Path, attempt: int, namespace: str, job_id: str) -> None:
-    """Notes in the run directory that an attempt starts; refused when a newer one owns it."""
-    state = read_state(run_dir)
-    known = state.scheduler_job if state else None  # with the context, which only whoever submits can know
-    here = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
-    job = known if known and known.id == job_id else here
-    reason = "pods run, no step yet"
-    update_state(
-        run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time(), scheduler_job=job
-    )
+from cluster.attempts import take_over
+from cluster.outcome import USELESS_TO_RETRY, write_end
+from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
 def main(words: list[str]) -> int:
     """Returns 0 when the run directory has taken the note."""
     try:
         match words:
-            case ["begin", run_dir, attempt, namespace, job_id]:
-                begin(Path(run_dir), int(attempt), namespace, job_id)
+            case ["begin", run_dir, namespace, job_id]:
+                job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
+                print(take_over(Path(run_dir), job))
             case ["end", run_dir, attempt]:
                 reason = "all ranks of the first pod ended with code 0"
                 write_end(Path(run_dir), attempt=int(attempt), rc=0, reason=reason)
+            case ["stop", run_dir]:
+                (Path(run_dir) / "control" / "stopped").touch()
+                if read_asked(Path(run_dir), "stop") is None:
+                    ask(Path(run_dir), "stop", by_person=False)  # whose job may go on after it
             case _:
                 print(__doc__, file=sys.stderr)
                 return 2
-    except (JobError, OSError) as error:
+    except JobError as error:
         print(error, file=sys.stderr)
-        return 1
+        return USELESS_TO_RETRY
     return 0
 
 

@@ -1,41 +1,60 @@
-"""The Kubernetes manifests of a job: as plain dicts, and as YAML text that is shown, kept and can be applied by hand.
+"""What starts a job under Kubernetes: `submit.json` for kubectl, and in it the script of each pod.
 
-One pod is one node: an agent (torchrun) that starts the node's ranks. Two shapes, by `[kubernetes] kind`:
+One pod is one node: an agent (torchrun) that starts the node's ranks. Two shapes, by `kind`:
 
-    Job      an Indexed Job and a headless Service, which needs no operator. One Job is one attempt: as soon as a pod
-             fails, all are ended, and the next submission goes on from the last checkpoint.
+    Job      an Indexed Job and a headless Service, which needs no operator. The one pod of a job is
+             started again when it fails, up to `max_restarts` times, and whenever the cluster takes
+             its node away. Of several pods one alone could not join the others again: as soon as
+             one fails, all are ended, and the next submission goes on from the last checkpoint.
     JobSet   the same under the JobSet operator, which starts all pods again when one is lost.
 
-A pod that is told to end leaves a request to stop in the run directory: all ranks save and stop at the same step, and
-every pod then ends with code 143, so that no part of the job counts as finished. Quantities are text, as the official
-client wants them. The script lies in a ConfigMap, since Kubernetes would look up `$(NAME)` in a command.
-Standard library only.
+A failure that would come again (exit code USELESS_TO_RETRY) ends either at once. A pod that is told
+to end leaves a request to stop in the run directory: all ranks save and stop at the same step, and
+every pod then ends with code 143, so that no part of the job counts as finished.
+
+The script lies in a ConfigMap: in a command Kubernetes would look up `$(NAME)`, and what lies in the
+run directory may be somebody else's by then. Standard library only.
 """
 
 import hashlib
 import json
 import re
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.job import JobSpec
-from cluster.record import ConfigError, counted
+from cluster.outcome import USELESS_TO_RETRY
+from cluster.record import ConfigError
 from cluster.scheduler import Kubernetes, quote
 from cluster.site import Site
+from cluster.state import last_attempt
 
 MANAGED_BY = {"app.kubernetes.io/managed-by": "pretraining-notebook-kit"}
 INSTANCE = "app.kubernetes.io/instance"
 JOB_SET_API, REPLICATED_JOB = "jobset.x-k8s.io/v1alpha2", "node"
-RESTART_LABEL = "jobset.sigs.k8s.io/restart-attempt"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+SCRIPT, CONTAINER = "run.sh", "node"
 STOPPED_CODE = 143
 """Exit code of pods that saved and stopped because one of them was told to end."""
+FAILS = {
+    "action": "FailJob",
+    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USELESS_TO_RETRY]},
+}
+IGNORED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+"""Its node was taken away, or the pod to make room: no failure of its own."""
+USELESS = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+"""Of a JobSet, whose Job has failed by FAILS."""
 
 
-def manifest_text(job: JobSpec, site: Site, attempt: int = 1) -> str:
-    """Returns all manifests of an attempt as YAML documents, for `kubectl apply --filename`."""
-    head = f"# {job.name}: {counted(job.num_processes, 'rank')} in {counted(job.num_nodes, 'pod')} on {site.name}\n"
-    return head + "---\n".join(to_yaml(manifest) for manifest in manifests(job, site, attempt))
+def texts(job: JobSpec, site: Site) -> dict[str, str]:
+    """Returns the texts of a job's next attempt by their names in the run directory.
+
+    `run.sh` is the script of a pod, to be read. `submit.json` holds it and is all that is sent; by
+    hand: `kubectl create --filename=submit.json`. Raises as `manifests`.
+    """
+    items = manifests(job, site, last_attempt(Path(job.run_dir)) + 1)
+    whole = {"apiVersion": "v1", "kind": "List", "items": items}
+    return {SCRIPT: items[-1]["data"][SCRIPT], "submit.json": json.dumps(whole, indent=2) + "\n"}
 
 
 def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]]:
@@ -57,7 +76,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": name, "namespace": table.namespace, "labels": labels},
-        "data": {"run.sh": pod_script(job, table, name, attempt)},
+        "data": {SCRIPT: pod_script(job, table, name)},
     }
     queue = {QUEUE_LABEL: table.queue} if table.queue else {}
     metadata = {"name": name, "namespace": table.namespace, "labels": labels | queue}
@@ -66,7 +85,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         replicated = {"name": REPLICATED_JOB, "replicas": 1, "template": {"metadata": {"labels": labels}, "spec": spec}}
         job_set = {
             "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": table.max_restarts},
+            "failurePolicy": {"maxRestarts": table.max_restarts, "rules": [USELESS]},
             "suspend": bool(table.queue),
             "replicatedJobs": [replicated],
         }
@@ -105,11 +124,13 @@ def kubernetes_table(site: Site) -> Kubernetes:
 
 
 def _job_spec(job: JobSpec, table: Kubernetes, name: str, labels: dict[str, str]) -> dict[str, Any]:
+    is_alone = table.kind == "Job" and job.num_nodes == 1
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": job.num_nodes,
         "parallelism": job.num_nodes,
-        "backoffLimit": 0,  # a new pod alone could never join the others
+        "backoffLimit": table.max_restarts if is_alone else 0,
+        "podFailurePolicy": {"rules": [FAILS, *([IGNORED] if is_alone else [])]},
         "template": {"metadata": {"labels": labels}, "spec": _pod_spec(job, table, name)},
     }
     if job.time_limit_s is not None:
@@ -132,16 +153,15 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         cache = {"path": table.compilation.node_cache, "type": "DirectoryOrCreate"}
         volumes.append({"name": "cache", "hostPath": cache})
         mounts.append({"name": "cache", "mountPath": table.compilation.node_cache})
-    restart = {"fieldRef": {"fieldPath": f"metadata.labels['{RESTART_LABEL}']"}}
     secrets = [
         {"name": variable, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), place.split("/"), strict=True))}}
         for variable, place in table.secrets.items()
     ]
     container = {
-        "name": "node",
+        "name": CONTAINER,
         "image": table.image,
-        "command": ["bash", "/kit/run.sh"],
-        "env": [*([{"name": "KIT_RESTART", "valueFrom": restart}] if table.kind == "JobSet" else []), *secrets],
+        "command": ["bash", f"/kit/{SCRIPT}"],
+        "env": secrets,
         "resources": {"requests": dict(table.resources), "limits": dict(table.resources)},
         "volumeMounts": mounts,
     }
@@ -160,7 +180,7 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
     }
 
 
-def pod_script(job: JobSpec, table: Kubernetes, name: str, attempt: int) -> str:
+def pod_script(job: JobSpec, table: Kubernetes, name: str) -> str:
     """Returns what each pod runs."""
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -170,17 +190,27 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, attempt: int) -> str:
     ]
     job_id = f"{table.kind.lower()}/{name}"
     lines = [
+        f"cd {quote(job.working_directory)} || exit",
         f"export KIT_RUN_DIR={quote(job.run_dir)}",
-        f"export KIT_ATTEMPT=$(({attempt} + ${{KIT_RESTART:-0}}))",
         f"export MASTER_ADDR={host} MASTER_PORT={table.master_port}",
         *(f"export {key}={quote(value)}" for key, value in {**variables, **table.environment}.items()),
         *table.setup,
-        "# What each rank runs; LOG says of which phase.",
+        "# What each rank runs, in the attempt that the first pod has begun or a phase before it.",
         "run_rank() {",
-        '    exec >>"$KIT_RUN_DIR/logs/${LOG}rank_$(printf %05d "$RANK").log" 2>&1 || exit',
+        "    log=${KIT_PHASE-}",
+        '    if [ -z "$log" ]; then',
+        '        read -r KIT_ATTEMPT <"$KIT_RUN_DIR/logs/attempt" || exit',
+        '        log=$(printf "attempt_%02d/" "$KIT_ATTEMPT")',
+        '        export KIT_ATTEMPT && mkdir -p "$KIT_RUN_DIR/logs/$log" || exit',
+        "    fi",
+        '    exec >>"$KIT_RUN_DIR/logs/${log}rank_$(printf %05d "$RANK").log" 2>&1 || exit',
         *(f"    export {key}={quote(value)}" for key, value in job.environment.items()),
-        f"    cd {quote(job.working_directory)} || exit",
-        f"    exec {' '.join(map(quote, command))}",
+        f"    {' '.join(map(quote, command))}",
+        "    code=$?",
+        f'    if [ "$code" = {USELESS_TO_RETRY} ] && [ -z "${{KIT_PHASE-}}" ]; then',
+        '        touch "$KIT_RUN_DIR/control/useless"',
+        "    fi",
+        '    exit "$code"',
         "}",
         "export -f run_rank",
         "# What each pod runs: an agent that starts the ranks of its node.",
@@ -191,17 +221,18 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, attempt: int) -> str:
         "}",
         *_compilation_lines(table),
         "# Told to end: all ranks save and stop at the same step.",
-        'stopped="$KIT_RUN_DIR/control/stopped_$KIT_ATTEMPT"',
-        'trap \'touch "$stopped" "$KIT_RUN_DIR/control/request_stop"\' TERM',
+        "trap 'python -m cluster.kubernetes stop \"$KIT_RUN_DIR\"' TERM",
+        "# The first pod counts the attempt, also when Kubernetes has started it again.",
         '[ "$JOB_COMPLETION_INDEX" != 0 ] || python -m cluster.kubernetes begin '
-        f'"$KIT_RUN_DIR" "$KIT_ATTEMPT" {table.namespace} {quote(job_id)} || exit',
-        'LOG=$(printf "attempt_%02d/" "$KIT_ATTEMPT") && mkdir -p "$KIT_RUN_DIR/logs/$LOG" || exit',
-        "LOG=$LOG run_node &",
+        f'"$KIT_RUN_DIR" {table.namespace} {quote(job_id)} >"$KIT_RUN_DIR/logs/attempt" || exit',
+        "run_node &",
         "agent=$!",
         'while wait "$agent"; code=$?; kill -0 "$agent" 2>/dev/null; do :; done',
-        f'[ ! -e "$stopped" ] || exit {STOPPED_CODE}',
-        '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] '
-        '|| python -m cluster.kubernetes end "$KIT_RUN_DIR" "$KIT_ATTEMPT"',
+        "# torchrun has a code of its own for whatever its ranks ended with.",
+        f'[ ! -e "$KIT_RUN_DIR/control/useless" ] || exit {USELESS_TO_RETRY}',
+        f'[ ! -e "$KIT_RUN_DIR/control/stopped" ] || exit {STOPPED_CODE}',
+        '[ "$JOB_COMPLETION_INDEX" != 0 ] || [ "$code" != 0 ] || '
+        'python -m cluster.kubernetes end "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")"',
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
@@ -215,38 +246,9 @@ def _compilation_lines(table: Kubernetes) -> list[str]:
         "# Compile ahead, once for this run; then work from a copy on the node's own disk.",
         f"export {compilation.variable}={quote(compilation.shared_cache)}",
         'if [ ! -e "$KIT_RUN_DIR/compiled" ]; then',
-        f"    LOG=compile_ run_node {' '.join(map(quote, compilation.command))} || exit",
+        f"    KIT_PHASE=compile_ run_node {' '.join(map(quote, compilation.command))} || exit",
         '    [ "$JOB_COMPLETION_INDEX" != 0 ] || touch "$KIT_RUN_DIR/compiled"',
         "fi",
         f"cp -ru {quote(compilation.shared_cache)}/. {quote(compilation.node_cache)} || exit",
         f"export {compilation.variable}={quote(compilation.node_cache)}",
     ]
-
-
-def to_yaml(value: Any, indent: int = 0) -> str:
-    """Returns a dict of dicts, lists, text, numbers and booleans as YAML; text stays text, whatever it looks like."""
-    pad = "  " * indent
-    if isinstance(value, dict) and value:
-        return "".join(f"{pad}{_scalar(str(key))}:{_below(item, indent + 1)}" for key, item in value.items())
-    if isinstance(value, list) and value:
-        return "".join(f"{pad}- {_below(item, indent + 1).lstrip()}" for item in value)
-    return f"{pad}{_scalar(value)}\n"
-
-
-def _below(value: Any, indent: int) -> str:
-    if isinstance(value, dict | list) and value:
-        return "\n" + to_yaml(value, indent)
-    if isinstance(value, str) and value.endswith("\n") and all(
-        line.isprintable() and line == line.rstrip() for line in value[:-1].split("\n")
-    ) and value[0] not in " \n" and not value.endswith("\n\n"):  # fmt: skip
-        return " |\n" + "".join(f"{'  ' * indent}{line}\n" if line else "\n" for line in value[:-1].split("\n"))
-    return f" {_scalar(value)}\n"
-
-
-def _scalar(value: Any) -> str:
-    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", value)
-    if plain and value.lower() not in ("y", "n", "yes", "no", "on", "off", "true", "false", "null"):
-        return value
-    text = json.dumps(value, ensure_ascii=False)
-    # YAML has no surrogate pairs, and may not hold control characters even in quotes.
-    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)

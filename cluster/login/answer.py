@@ -16,7 +16,7 @@ from cluster.submission import submit
 
 CHUNK_BYTES, SMALL_BYTES = 8 * 2**20, 2**20
 CHECKPOINT = "checkpoints/*/manifest.json"
-SMALL = ("*.json", "*.sh", "*.yaml", "alerts.jsonl", "eval/*.json", "ranks/*.json*", "control/*", CHECKPOINT)
+SMALL = ("*.json", "*.sh", "alerts.jsonl", "eval/*.json", "ranks/*.json*", "control/*", CHECKPOINT)
 MINE = ("site.json", "metrics.jsonl", "history.jsonl")
 """Not among the small files: the site as the other side names it, and what grows."""
 

@@ -53,8 +53,9 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 def watch(run: RunArgument) -> None:
     """Follow a run in the terminal until it ends. Ctrl-C leaves the job alone.
 
-    For each alert that comes it runs the command `on_alert = "..."` of ~/.config/kit/config.toml, with the alert in
-    $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night: nohup kit watch RUN >/dev/null &
+    For each alert that comes it runs the command `on_alert = "..."` of ~/.config/kit/config.toml,
+    with the alert in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night:
+    nohup kit watch RUN >/dev/null &
     """
     from kit.monitor import watch as watch_run
 

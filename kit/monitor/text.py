@@ -59,7 +59,7 @@ def status_table(run: Run, width: int = 80) -> Group:
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
-    """Shows the text view of a run until it ends or the user presses Ctrl-C, which leaves the job alone.
+    """Shows the text view of a run until it ends, or until Ctrl-C, which leaves the job alone.
 
     Meanwhile the user's `on_alert` command is told of each alert that comes.
 

@@ -90,14 +90,14 @@ def check_recipe(recipe: Recipe, plan: Plan) -> None:
         )
     if recipe.profile_steps and plan.engine == "neuron":
         raise ConfigError(
-            f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine 'neuron': torch's profiler "
-            f"sees nothing of a NeuronCore. Give null, and use AWS's neuron-profile."
+            f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine 'neuron': "
+            f"torch's profiler sees nothing of a NeuronCore. Give null, and use AWS's neuron-profile."
         )
     ranks = {*recipe.profile_ranks}
     if recipe.profile_steps and not (ranks and ranks <= {*range(plan.num_devices)}):
         raise ConfigError(
-            f"recipe.profile_ranks: {recipe.profile_ranks} is not allowed on {plan.num_devices} devices. Give some of "
-            f"0 to {plan.num_devices - 1}."
+            f"recipe.profile_ranks: {recipe.profile_ranks} is not allowed on {plan.num_devices} devices. "
+            f"Give some of 0 to {plan.num_devices - 1}."
         )
     if recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1):
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""Records the steps `recipe.profile_steps` of the ranks `profile_ranks`; without them it does nothing.
+"""Records the steps `recipe.profile_steps` of the ranks `profile_ranks`.
 
-A rank leaves `rank_00000.trace.json.gz` in RUN/profile/step_N/ (Chrome's trace format, for ui.perfetto.dev) and, on a
-GPU, `rank_00000.memory.pickle` (for pytorch.org/memory_viz); N is the first step that was recorded.
+A rank leaves `rank_00000.trace.json.gz` in RUN/profile/step_N/ (Chrome's trace format, for
+ui.perfetto.dev) and, on a GPU, `rank_00000.memory.pickle` (for pytorch.org/memory_viz); N is the
+first step that was recorded.
 """
 
 import os
@@ -26,7 +27,7 @@ class Profiler:
         self.recording = None
 
     def begins(self, step: int) -> bool:
-        """Returns whether `step`, the next, is the first to record, also because training resumes there."""
+        """Returns whether `step`, the next, is the first to record: a run may resume among them."""
         return self.folder is None and self.first <= step <= self.last
 
     def begin(self, step: int) -> None:
@@ -58,7 +59,7 @@ class Profiler:
         if self.recording is None or self.folder is None:
             return
         self.recording.stop()
-        self.folder.parent.mkdir(exist_ok=True)  # no parents: a run directory that is gone is not made again
+        self.folder.parent.mkdir(exist_ok=True)  # no parents: a run that is gone is not made again
         self.folder.mkdir(exist_ok=True)
         name = f"rank_{self.rank:05d}"
         part = self.folder / f".{name}.trace.json.gz"

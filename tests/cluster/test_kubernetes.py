@@ -1,27 +1,41 @@
-"""Kubernetes: submission and status through the official client, against a server with the paths of the real API.
+"""Kubernetes: submission and status by the real kubectl, against a server with the real API's paths.
 
 No cluster can run here. The server keeps what it is sent and answers as the API does, with the fields that it
-documents; pods and conditions, which a real cluster would add, are put there by the tests.
+documents; conditions and counts, which a real cluster would add, are put there by the tests.
 """
 
 import json
 import re
-import sys
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlparse
 
 import pytest
-import yaml
 
 import cluster
 from cluster import kubernetes
-from cluster.kubernetes import client as kubernetes_client
 from cluster.poll import POLLER
 from cluster.record import ConfigError
 from cluster.render import render
 from cluster.state import JobError, JobState, read_state
 from tests.cluster.eks import eks, training_job
+
+KINDS = {"v1": ("Service", "ConfigMap"), "batch/v1": ("Job",), "jobset.x-k8s.io/v1alpha2": ("JobSet",)}
+OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
+
+
+def discovery():
+    """What kubectl asks first: which kinds there are."""
+    versions = [{"groupVersion": name, "version": name.split("/")[1]} for name in list(KINDS)[1:]]
+    groups = [{"name": each["groupVersion"].split("/")[0], "versions": [each]} for each in versions]
+    answers = {"/api": {"versions": ["v1"]}, "/apis": {"kind": "APIGroupList", "groups": groups}}
+    can = {"namespaced": True, "verbs": ["create", "delete", "get", "list", "watch"]}
+    for version, names in KINDS.items():
+        ones = ((kind, kind.lower()) for kind in names)
+        kinds = [{"name": f"{one}s", "singularName": one, "kind": kind, **can} for kind, one in ones]
+        answers[f"/apis/{version}" if "/" in version else "/api/v1"] = {"groupVersion": version, "resources": kinds}
+    return answers
 
 
 class Api(ThreadingHTTPServer):
@@ -31,15 +45,10 @@ class Api(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), ApiHandler)
-        self.objects, self.requests, self.refusal = {}, [], None
+        self.objects, self.requests, self.refusal, self.answers = {}, [], None, discovery()
 
     def of_kind(self, plural):
         return [item for path, item in self.objects.items() if path.split("/")[-2] == plural]
-
-    def put_pod(self, name, job, **status):
-        labels = {"app.kubernetes.io/managed-by": "pretraining-notebook-kit", "app.kubernetes.io/instance": job}
-        pod = {"metadata": {"name": name, "labels": labels}, "spec": {"nodeName": f"node-{name}"}, "status": status}
-        self.objects[f"/api/v1/namespaces/default/pods/{name}"] = pod
 
 
 class ApiHandler(BaseHTTPRequestHandler):
@@ -50,36 +59,38 @@ class ApiHandler(BaseHTTPRequestHandler):
         item = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         place = f"{path}/{item['metadata']['name']}"
         if self.server.refusal and path.endswith(self.server.refusal[0]):
-            return self._answer(self.server.refusal[1], {"kind": "Status", "message": self.server.refusal[2]})
+            return self._refuse(*self.server.refusal[1:])
         if place in self.server.objects:
-            return self._answer(409, {"kind": "Status", "message": f"{place} already exists"})
-        assert query.get("fieldValidation") == ["Strict"]
-        item["metadata"]["uid"] = f"uid-{len(self.server.objects)}"
+            return self._refuse(409, f"{place} already exists")
+        assert query["fieldValidation"] == ["Strict"]
         # A field of a newer version, which a client must bear.
         self.server.objects[place] = item | {"status": {"fieldOfTheFuture": 1}}
         self._answer(201, self.server.objects[place])
 
     def do_GET(self):
         path, query = self._path()
+        if path in self.server.answers:
+            return self._answer(200, self.server.answers[path])
+        if path == "/openapi/v2":  # an empty one: the server itself validates
+            return self._answer(200, b"", OPENAPI)
+        if path in self.server.objects:
+            return self._answer(200, self.server.objects[path])
         wanted = dict(part.split("=") for part in query.get("labelSelector", [""])[0].split(",") if part)
         items = [
-            item for place, item in self.server.objects.items()
-            if place.rpartition("/")[0] == path and wanted.items() <= item["metadata"].get("labels", {}).items()
-        ]  # fmt: skip
+            item
+            for place, item in self.server.objects.items()
+            if place.rpartition("/")[0] == path and wanted.items() <= item["metadata"]["labels"].items()
+        ]
+        if not wanted:
+            return self._refuse(404, "not found")
         self._answer(200, {"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
 
     def do_DELETE(self):
-        path, query = self._path()
-        item = self.server.objects.pop(path, None)
-        if item is None:
-            return self._answer(404, {"kind": "Status", "message": "not found"})
-        assert query.get("propagationPolicy") == ["Background"]
-        uid, name = item["metadata"]["uid"], item["metadata"]["name"]
-        for place, other in list(self.server.objects.items()):
-            metadata = other["metadata"]
-            owned = uid in [owner["uid"] for owner in metadata.get("ownerReferences", [])]
-            if owned or ("/pods/" in place and metadata["labels"]["app.kubernetes.io/instance"] == name):
-                del self.server.objects[place]
+        path, _ = self._path()
+        how = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["propagationPolicy"]
+        self.server.requests.append((how, path))
+        if self.server.objects.pop(path, None) is None:
+            return self._refuse(404, "not found")
         self._answer(200, {"kind": "Status", "status": "Success"})
 
     def _path(self):
@@ -87,10 +98,15 @@ class ApiHandler(BaseHTTPRequestHandler):
         self.server.requests.append((self.command, url.path))
         return url.path, parse_qs(url.query)
 
-    def _answer(self, code, body):
-        data = json.dumps(body).encode()
+    def _refuse(self, code, message):
+        reason = {403: "Forbidden", 404: "NotFound", 409: "AlreadyExists"}[code]
+        status = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason}
+        self._answer(code, {**status, "message": message, "code": code})
+
+    def _answer(self, code, body, form="application/json"):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", form)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -101,18 +117,22 @@ class ApiHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def api(tmp_path, monkeypatch):
-    pytest.importorskip("kubernetes")
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed: kubernetes.io/docs/tasks/tools")
     server = Api()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
     config = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "fake",
-        "clusters": [{"name": "fake", "cluster": {"server": f"http://127.0.0.1:{server.server_address[1]}"}}],
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "fake",
+        "clusters": [{"name": "fake", "cluster": {"server": address}}],
         "users": [{"name": "me", "user": {"token": "x"}}],
         "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "me"}}],
-    }  # fmt: skip
+    }
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setenv("KUBECACHEDIR", str(tmp_path / "cache"))
     monkeypatch.setattr(POLLER, "interval_s", 0.0)
     yield server
     server.shutdown()
@@ -127,84 +147,78 @@ def scheduler_job(job):
 
 def test_submit_look_and_cancel(api, tmp_path):
     job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
-    sent = list(yaml.safe_load_all((job.run_dir / "submit.yaml").read_text()))
+    sent = json.loads((job.run_dir / "submit.json").read_text())["items"]
     name = sent[0]["metadata"]["name"]
     assert scheduler_job(job).id == f"job/{name}" and scheduler_job(job).config == "fake/default"
-    (made,) = api.of_kind("jobs")
-    assert made["spec"] == sent[0]["spec"]
-    (service,), (script,) = api.of_kind("services"), api.of_kind("configmaps")
-    assert service["metadata"]["ownerReferences"][0]["uid"] == made["metadata"]["uid"]
-    assert script["data"] == sent[2]["data"]
+    (made,), (service,), (script,) = map(api.of_kind, ("jobs", "services", "configmaps"))
+    assert (made["spec"], service["spec"]) == (sent[0]["spec"], sent[1]["spec"])
+    assert script["data"] == sent[2]["data"] == {"run.sh": (job.run_dir / "run.sh").read_text()}
     assert job.status().state is JobState.QUEUED
     with pytest.raises(JobError, match="in use"):
         cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
     job.cancel()
     assert not api.objects
-    assert ("DELETE", f"/apis/batch/v1/namespaces/default/jobs/{name}") in api.requests
+    assert ("Background", f"/apis/batch/v1/namespaces/default/jobs/{name}") in api.requests
     assert job.status().state.is_final
+    kubernetes.cancel(scheduler_job(job), job.run_dir)  # gone already
+    with pytest.raises(JobError, match="is not of this run"):
+        kubernetes.cancel(scheduler_job(job), tmp_path / "another")
 
 
 def condition(kind, status="True", **more):
     return {"type": kind, "status": status, **more}
 
 
-def terminated(code, at, reason="Error"):
-    ended = {"exitCode": code, "finishedAt": at, "reason": reason}
-    return {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ended}}]}
-
-
 def test_states_in_our_words(api, tmp_path):
-    job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
+    job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path, queue="trn1"))
     ours = scheduler_job(job)
-    name = ours.id.split("/")[1]
+    (made,) = api.of_kind("jobs")
 
-    def look():
+    def look(**status):
+        made["status"] = status
         return kubernetes.look([ours])[ours.id]
 
-    unschedulable = condition("PodScheduled", "False", message="0/64 nodes have enough aws.amazon.com/neuron")
-    api.put_pod("a", name, phase="Pending", conditions=[unschedulable])
-    api.put_pod("b", name, phase="Running")
-    assert look().state is JobState.QUEUED and "aws.amazon.com/neuron (1 of 2 pods)" in look().reason
-    pulling = {"waiting": {"reason": "ContainerCreating"}}
-    scheduled = [condition("PodScheduled")]
-    api.put_pod("a", name, phase="Pending", conditions=scheduled, containerStatuses=[{"state": pulling}])
-    assert look().state is JobState.CONFIGURING
-    broken = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    api.put_pod("a", name, phase="Pending", conditions=scheduled, containerStatuses=[{"state": broken}])
-    assert "will not start: ImagePullBackOff: no such image" in look().reason
-    api.put_pod("a", name, phase="Running")
-    assert look().state is JobState.RUNNING
-    (made,) = api.of_kind("jobs")
-    api.put_pod("a", name, **terminated(1, "2026-01-01T00:00:09Z"))
-    api.put_pod("b", name, **terminated(137, "2026-01-01T00:00:01Z", "OOMKilled"))
-    made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded", message="limit reached")]
-    failed = look()
-    assert failed.state is JobState.FAILED and failed.exit_code == 137
-    assert "pod b ended first, with code 137 (OOMKilled)" in failed.reason
-    made["status"]["conditions"] = [condition("Complete")]
-    assert look().state is JobState.DONE
+    suspended = look(conditions=[condition("Suspended")])
+    assert suspended.state is JobState.QUEUED and "admitted by its queue" in suspended.reason
+    made["spec"]["suspend"] = False
+    for status in ({}, {"active": 64}, {"active": 64, "ready": 63}):
+        waiting = look(**status, conditions=[condition("Suspended", "False")])
+        assert waiting.state is JobState.QUEUED
+        assert f"kubectl describe pods --selector=app.kubernetes.io/instance={ours.id[4:]}`" in waiting.reason
+    ready = look(active=64, ready=64, failed=1)
+    assert (ready.state, ready.reason) == (JobState.RUNNING, "all pods are ready (restart 1)")
+    assert look(active=3, ready=3, succeeded=61).state is JobState.RUNNING, "the others have ended"
+    message = "Container node for pod default/a failed with exit code 78 matching FailJob rule at index 0"
+    failed = look(conditions=[condition("Failed", reason="PodFailurePolicy", message=message)])
+    assert failed.state is JobState.FAILED and failed.exit_code == 1
+    assert failed.reason == f"Kubernetes: PodFailurePolicy: {message}. `kit resume` starts it again"
+    assert look(conditions=[condition("Complete")]).state is JobState.DONE
+    made["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:01Z"
+    assert look(active=64, ready=64).state is JobState.STOPPING
     api.objects.clear()
-    assert look().state is JobState.LOST
+    assert kubernetes.look([ours])[ours.id].state is JobState.LOST
 
 
 def test_stopped_job_is_requeued_as_the_next_attempt(api, tmp_path):
     job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
-    name = scheduler_job(job).id.split("/")[1]
-    api.put_pod("a", name, **terminated(143, "2026-01-01T00:00:01Z"))
     (made,) = api.of_kind("jobs")
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
-    status = job.status()
-    assert status.state is JobState.FAILED and "kit resume" in status.reason and status.exit_code == 143
+    assert job.status().state is JobState.FAILED and "kit resume" in job.status().reason
     eks("/elsewhere").write(job.run_dir / "site.json")
     with pytest.raises(ConfigError, match="is not below '/elsewhere'"):
         job.requeue()
     assert api.of_kind("jobs") == [made], "a requeue that cannot be has ended nothing"
     eks(tmp_path).write(job.run_dir / "site.json")
     job.requeue()
+    assert [path for how, path in api.requests if how == "Foreground"] == [
+        f"/apis/batch/v1/namespaces/default/jobs/{made['metadata']['name']}",
+        f"/api/v1/namespaces/default/configmaps/{made['metadata']['name']}",
+        f"/api/v1/namespaces/default/services/{made['metadata']['name']}",
+    ], "it is gone when its pods are"
     (made,) = api.of_kind("jobs")
     assert made["metadata"]["name"].endswith("-2")
     assert job.status().attempt == 2 and job.status().state is JobState.QUEUED
-    assert "KIT_ATTEMPT=$((2 + " in (job.run_dir / "submit.yaml").read_text()
+    assert f"job/{made['metadata']['name']}" in (job.run_dir / "run.sh").read_text()
 
 
 def test_job_set_goes_through_its_own_path(api, tmp_path):
@@ -212,16 +226,17 @@ def test_job_set_goes_through_its_own_path(api, tmp_path):
     (made,) = api.of_kind("jobsets")
     assert ("POST", "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets") in api.requests
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
-    api.put_pod("a", made["metadata"]["name"], phase="Running")
-    made["status"]["restarts"] = 2
-    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason == "1 pod running (restart 2)"
+    made["status"] |= {"restarts": 2, "replicatedJobsStatus": [{"name": "node", "active": 1, "ready": 0}]}
+    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].state is JobState.QUEUED
+    made["status"]["replicatedJobsStatus"][0]["ready"] = 1
+    assert kubernetes.look([scheduler_job(job)])[scheduler_job(job).id].reason == "all pods are ready (restart 2)"
     job.cancel()
     assert not api.objects
 
 
 def test_refusal_is_told_in_the_words_of_the_cluster(api, tmp_path):
     api.refusal = ("services", 403, "services is forbidden: User me cannot create")
-    with pytest.raises(JobError, match=r"\(403\): services is forbidden"):
+    with pytest.raises(JobError, match=r"kubectl create: .*services is forbidden"):
         cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
     assert not api.objects, "half a job was left behind"
     assert not (tmp_path / "runs").exists(), "nor anything of the run"
@@ -229,16 +244,23 @@ def test_refusal_is_told_in_the_words_of_the_cluster(api, tmp_path):
     cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
 
 
-def test_silent_cluster_and_missing_client_are_told(api, tmp_path, monkeypatch):
+def test_silent_cluster_and_missing_kubectl_are_told(api, tmp_path, monkeypatch):
     job = cluster.kubernetes.submit(training_job(tmp_path), eks(tmp_path))
     api.shutdown()
     api.server_close()
-    monkeypatch.setattr(kubernetes_client, "TIMEOUT_S", 0.5)
-    with pytest.raises(JobError, match="cannot be asked"):
+    with pytest.raises(JobError, match="kubectl get: .*refused"):
         kubernetes.look([scheduler_job(job)])
-    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(JobError, match="pip install kubernetes"):
-        kubernetes_client.Cluster()
+    slow = tmp_path / "bin" / "kubectl"
+    slow.parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:/bin:/usr/bin")
+    monkeypatch.setattr(kubernetes, "TIMEOUT_S", 0.5)
+    with pytest.raises(JobError, match=r"kubectl delete was not done within 0\.5 s"):
+        kubernetes.cancel(scheduler_job(job), job.run_dir)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(JobError, match="kubectl is not installed here"):
+        kubernetes.look([scheduler_job(job)])
 
 
 def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):
@@ -246,4 +268,4 @@ def test_unfilled_site_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match=r"site\.kubernetes\.image, site\.kubernetes\.claim"):
         cluster.kubernetes.submit(training_job(tmp_path), site)
     assert not list(tmp_path.iterdir())
-    assert re.search(r"image: EDIT", render(training_job(tmp_path), site)), "but it can be looked at"
+    assert re.search(r'"image": "EDIT"', render(training_job(tmp_path), site)), "but it can be looked at"

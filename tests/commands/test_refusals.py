@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -238,11 +237,8 @@ def test_launch_refused_by_what_is_given(finished: Run, tmp_path: Path, monkeypa
         refused(error, message, tmp_path, again(finished, **changes))
     monkeypatch.setenv("PATH", "/nowhere")
     refused(ConfigError, "sbatch is not found here", tmp_path, again(finished, site=cluster_site("frontier")))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "kubernetes.client", None)
-        site = with_cores(eks("/")).replace(devices_per_node=1)
-        refused(JobError, "pip install kubernetes", tmp_path, again(finished, site=site))
+    site = with_cores(eks("/")).replace(devices_per_node=1)
+    refused(JobError, "kubectl is not installed here", tmp_path, again(finished, site=site))
     if not find_spec("neuronx_distributed"):
         refused(MissingPackageError, "neuronx", tmp_path, again(finished, plan=PLAN.replace(engine="neuron")))
 

@@ -1,4 +1,4 @@
-"""on_alert: what the user's command is told, how often, what of it can go wrong, and that nothing waits for it."""
+"""on_alert: what the user's command is told, how often, and what of it can go wrong."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`recipe.profile_steps`: these steps are recorded, on the ranks of `profile_ranks`, and of no run that names none."""
+"""`recipe.profile_steps`: these steps are recorded on the ranks of `profile_ranks`, and no others."""
 
 import gzip
 import json
