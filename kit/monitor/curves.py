@@ -18,6 +18,8 @@ SCHEDULED = ("learning_rate", "memory_bytes")
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time")
 UTILISATIONS = ("mfu", "hfu")
 """The other series are columns of the file as they are."""
+DRAWABLE = 1e30
+"""Of what is not below it, no axis can be made: it is taken for what is not finite."""
 BLOCK = 32
 
 
@@ -194,6 +196,11 @@ class Average:
         totals[: len(weights)] /= weights
         totals[len(weights) :] /= limit
         return totals
+
+
+def drawable(values: np.ndarray) -> np.ndarray:
+    """Returns values with NaN for those that no axis can show."""
+    return np.where(np.abs(values) < DRAWABLE, values, np.nan)
 
 
 def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kit.data import mix_words
-from kit.monitor.curves import Average
+from kit.monitor.curves import Average, drawable
 from kit.monitor.outlook import compare, draw_band
 from kit.monitor.score_figure import draw_scores
 from kit.monitor.scores import eval_curve
@@ -62,9 +62,10 @@ def loss_figure(metrics: Metrics, num_steps: int, *, baselines: dict[str, float]
 def smooth(values: np.ndarray) -> np.ndarray:
     """Returns the exponential moving average with a window of about EMA_STEPS, right from the first value.
 
-    What is not finite is left out of the average and is a gap, NaN, in the result.
+    What cannot be drawn is left out of the average and is a gap, NaN, in the result.
     """
-    return np.where(np.isfinite(values), Average(1 - 1 / EMA_STEPS).update(values), np.nan)
+    known = drawable(values)
+    return np.where(np.isfinite(known), Average(1 - 1 / EMA_STEPS).update(known), np.nan)
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
@@ -78,14 +79,15 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 
 def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, float]) -> None:
     axis.set_title("Loss, nats per token")
-    finite = np.isfinite(table["loss"])
-    axis.plot(table["step"], np.where(finite, table["loss"], np.nan), color=BLUE, alpha=0.3, linewidth=0.8)
+    loss = drawable(table["loss"])
+    finite = np.isfinite(loss)
+    axis.plot(table["step"], loss, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(table["step"], table["loss_ema"], color=BLUE, label=f"training, mean of ~{EMA_STEPS} steps")
     if not finite.all():
         lost, top = table["step"][~finite], axis.get_xaxis_transform()  # at the top: there is no height to put it at
         style = {"color": VERMILION, "marker": "x", "linestyle": "none", "clip_on": False, "transform": top}
         axis.plot(lost, np.ones(len(lost)), label=f"not finite ({len(lost):,})", **style)
-    held_out = ~np.isnan(table["validation_loss"])
+    held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = table["step"][held_out], table["validation_loss"][held_out]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held-out text")
@@ -99,13 +101,12 @@ def _draw_loss(axis: Any, table: dict[str, np.ndarray], baselines: dict[str, flo
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, why: str | None) -> None:
     name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
     plans = run.plans()
-    values = scale * np.where(np.isfinite(table[name]), table[name], np.nan)
+    values = scale * drawable(table[name])
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
-        if (known := median(table[name][here])) is None:
+        if (level := median(values[here])) is None:
             continue
-        level = scale * known
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
         text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
         text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""

@@ -23,7 +23,7 @@ def search(file: Path, text: str) -> str:
 
 def _lines(file: Path, limit_bytes: int) -> list[str]:
     # Progress bars return to the start of the line; only what they showed last is of interest.
-    return [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in last_lines(file, limit_bytes)]
+    return [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in last_lines(file, limit_bytes, follows=True)]
 
 
 def hook_words(run: Run) -> str:

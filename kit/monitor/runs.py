@@ -14,6 +14,7 @@ import numpy as np
 from cluster.login.mirror import SEEN, Seen
 from cluster.state import JobError, read_record
 from kit.errors import RunError, kit_command
+from kit.monitor.curves import drawable
 from kit.monitor.figure import smooth
 from kit.run import Run
 from kit.run.columns import parse_row
@@ -146,7 +147,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         for i, (label, columns) in enumerate(table.items()):
             style = {"color": HUES[i % 4], "linestyle": DASHES[i // 4], "linewidth": 1.4}
             left.plot(columns["step"], smooth(columns["loss"]), label=short(label), **style)
-            right.plot(columns["step"], (100 if speed == "mfu" else 1) * columns[speed], **style)
+            right.plot(columns["step"], (100 if speed == "mfu" else 1) * drawable(columns[speed]), **style)
         right.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xlabel("optimizer step")

@@ -16,6 +16,7 @@ import anywidget
 import numpy as np
 import traitlets
 
+from kit.monitor.curves import drawable
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.outlook import draw_band
 from kit.run import Run
@@ -231,8 +232,9 @@ def snapshot(dashboard: Dashboard) -> Any:
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, number: int) -> None:
     colour = (BLUE, GREEN)[number]
-    pane.fill_between(x, rows[0], rows[1], color=colour, alpha=0.22, linewidth=0)
-    pane.plot(x, rows[2], color=colour, linewidth=1.6)
+    low, high, average = drawable(rows)
+    pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
+    pane.plot(x, average, color=colour, linewidth=1.6)
     pane.set_title(title, fontsize=TEXT, loc="left", color=INK)
     pane.set_xlabel("optimizer step", fontsize=TEXT, color=INK)
     pane.tick_params(labelsize=TEXT, colors=SLATE)

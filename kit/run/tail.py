@@ -63,10 +63,13 @@ class Tail:
             return 0
 
 
-def last_lines(file: Path, limit_bytes: int) -> list[bytes]:
-    """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none if there is none."""
+def last_lines(file: Path, limit_bytes: int, *, follows: bool = False) -> list[bytes]:
+    """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none if there is none.
+
+    `follows` takes a link too, as the log of an imported run is one.
+    """
     try:
-        with opened(file) as stream:
+        with opened(file, follows=follows) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - limit_bytes))
             lines = stream.read(limit_bytes).split(b"\n")

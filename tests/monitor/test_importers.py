@@ -248,6 +248,7 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(log: Path, 
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 1e6)
     dashboard.look()
     facts = dashboard.facts()
+    assert "iteration        8/" in dashboard.log(), "its log is a link, and is read all the same"
     assert recorded_alerts(run) == dashboard.alerts() == [] and facts["eta_s"] is None and facts["allowed"] == []
     with pytest.raises(RunError, match="nothing to stop, it was imported"):
         CliRunner().invoke(app, ["stop", str(run.directory)], catch_exceptions=False)

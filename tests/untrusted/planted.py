@@ -4,6 +4,7 @@ Run with numbers, `python -m tests.untrusted.planted 17 4242` says what those mu
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -29,9 +30,10 @@ from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.export import export_table
+from kit.monitor.figure import run_figure
 from kit.monitor.goodput import ledger
 from kit.monitor.live import curve_html, view_html
-from kit.monitor.runs import runs_table
+from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
@@ -165,7 +167,7 @@ def mutate(directory: Path, dice: random.Random) -> list[str]:
     for _ in range(dice.choice((1, 1, 2, 3))):
         name = dice.choice([name for name in RECORDS if _is_plain(directory / name)])
         how = dice.choice((_one_value,) * 6 + (_bytes, _special, _special, _gone, _swapped, _more))
-        with contextlib.suppress(ValueError, RecursionError, IndexError):  # of a file changed before
+        with contextlib.suppress(OSError, ValueError, RecursionError, IndexError):  # of a file changed before
             done.append(f"{how.__name__} {name}: {how(directory, name, dice)}")
     return done
 
@@ -287,9 +289,26 @@ SLOW: dict[str, Callable[[Run], Any]] = {
     "kit alerts": command("alerts", "RUN"),
     "kit goodput": command("goodput", "RUN"),
     "kit explain": command("explain", "RUN"),
-    "curve": curve_html,
 }
 """Of these each case has one, in turn."""
+DRAWN: dict[str, Callable[[Run], Any]] = {
+    "curve": curve_html,
+    "figure": lambda run: drawn(run_figure(run)[0]),
+    "compared": lambda run: drawn(compare_figure([run])[0]),
+    "widget": lambda run: drawn(widget_of(run)),
+}
+
+
+def drawn(figure: Any) -> None:
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def widget_of(run: Run) -> Any:
+    from kit.monitor.widget import snapshot
+
+    shown = Dashboard(run)
+    shown.read(), shown.look()
+    return snapshot(shown)
 
 
 class TooLong(BaseException):
@@ -342,23 +361,26 @@ def _peak_bytes() -> int:
 def limit_memory() -> None:
     """Makes whoever reads without end fail, and not this machine."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
 
 
-def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, whole: bool = False) -> list[str]:
+Views = dict[str, Callable[[Run], Any]]
+
+
+def all_faults(template: Path, cases: dict[str, Callable[[Path], Any]], folder: Path, others: Views) -> list[str]:
     """Returns the faults of many changed copies of a run, each by the name of its case. For a child process.
 
-    Every case is seen by the quick views and by one of the others in turn, or, with `whole`, by all that there are.
+    Each case is seen by the quick views and by one of the others, in turn; one that is alone by all of them.
     """
     limit_memory()
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's word that 1e308 twice is infinite is no fault
-    every, slow = {**VIEWS, **SLOW}, list(SLOW)
+    every = {**VIEWS, **others}
     found = faults(shutil.copytree(template, folder / "whole" / "run"), every)  # imports everything
     assert not found, found
     for number, (name, change) in enumerate(cases.items()):
         directory = shutil.copytree(template, folder / str(number) / "run")
-        done, turn = change(directory), slow[number % len(slow)]
-        views = every if whole else {**VIEWS, turn: SLOW[turn]}
+        done, turn = change(directory), list(others)[number % len(others)]
+        views = every if len(cases) == 1 else {**VIEWS, turn: others[turn]}
         found += [f"{name} {done or ''}: {fault}" for fault in faults(directory, views)]
         shutil.rmtree(directory.parent)
     return found
@@ -372,7 +394,6 @@ def mutations(numbers: range | list[int]) -> dict[str, Callable[[Path], Any]]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         made = whole_run(Path(place, "template", "run")).directory
-        print(
-            "\n".join(all_faults(made, mutations([int(word) for word in sys.argv[1:]]), Path(place), whole=True))
-            or "no fault"
-        )
+        for word in sys.argv[1:]:
+            found = all_faults(made, mutations([int(word)]), Path(place, word), {**SLOW, **DRAWN})
+            print("\n".join(found) or f"mutation {word}: no fault")

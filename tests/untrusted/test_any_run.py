@@ -9,9 +9,12 @@ import pytest
 
 from tests.untrusted.hostile import in_a_child
 from tests.untrusted.planted import (
+    DRAWN,
     FOLDERS,
     OTHERS,
     RECORDS,
+    SLOW,
+    Views,
     all_faults,
     every_number,
     mutations,
@@ -28,9 +31,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_run(tmp_path_factory.mktemp("template") / "run").directory
 
 
-def check(template: Path, folder: Path, cases: dict[str, Callable[[Path], Any]]) -> None:
+def check(template: Path, folder: Path, cases: dict[str, Callable[[Path], Any]], others: Views = SLOW) -> None:
     """Looks at a changed copy of a run for each case, in a child that may take only so much memory."""
-    found = in_a_child(lambda: all_faults(template, cases, folder))
+    found = in_a_child(lambda: all_faults(template, cases, folder, others))
     assert not found, f"{len(found)} faults:\n" + "\n".join(found)
 
 
@@ -65,4 +68,4 @@ def test_mutated_runs(template: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_many_more_mutated_runs(template: Path, tmp_path: Path, part: int) -> None:
     size = ALL_MUTATIONS // 10
-    check(template, tmp_path, mutations(range(part * size, (part + 1) * size)))
+    check(template, tmp_path, mutations(range(part * size, (part + 1) * size)), {**SLOW, **DRAWN})
