@@ -1,262 +1,184 @@
-"""How other trainers' logs are read, and the log of Megatron-LM and Megatron-DeepSpeed.
+"""How a log is read: the patterns of a format, applied line by line.
 
-`nemo.py` has NeMo's, `formats.py` those whose steps are a line each, and the names of all.
-
-A reader takes a log line by line and returns a `LoggedStep` for each line that tells of an optimizer step. Speeds are
-taken from clocks alone: a log's own TFLOP/s and samples/s rest on a batch size that the engine may not have run, so
-they are only kept to be compared.
+Speeds are taken from clocks alone: a log's own TFLOP/s and samples/s rest on a batch size that the
+engine may not have run, so they are only kept to be compared.
 """
 
-import dataclasses
+import contextlib
 import datetime
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-CHUNK_BYTES = 4 << 20
-LONGEST_LINE = 8 << 10  # no line about a step is longer, and a pattern on a longer one could take for ever
-DISORDER_S = 60.0  # lines of several ranks may come in another order than they were written
-CLOCK_WINDOW_S = 20.0  # a progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most
+from cluster.files import opened
+from kit.foreign.formats import BOUNDED, OF_STEPS, UNITS, WHOLE, Format, Texts
+from kit.run.tail import Tail
+
+LONGEST_LINE = 8 << 10
+"""No line about a step is longer, and a pattern on a longer one could take for ever."""
+DISORDER_S = 60.0
+"""Lines of several ranks may come in another order than they were written."""
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+RANK = re.compile(r"\[rank(\d+)\]")
+
+Step = dict[str, float]
+"""What one line says about the optimizer steps up to `step`; without an `attempt` it is a held-out
+loss alone."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LoggedStep:
-    """What one line says about the optimizer steps up to `step`; None for what it does not say."""
-
-    step: int
-    starts: int = 0
-    total_steps: int | None = None
-    samples: int | None = None
-    consumed_samples: int | None = None
-    consumed_tokens: int | None = None
-    sequence_length: int | None = None
-    step_time_s: float | None = None
-    clock_s: float | None = None
-    time: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    validation_loss: float | None = None
-    memory_bytes: int | None = None
-    loss_scale: float | None = None
-    skipped_steps: int | None = None
-    nan_steps: int | None = None
-    printed_flops_per_s: float | None = None
-    printed_samples_per_s: float | None = None
-
-    def said(self) -> int:
-        """Returns a number that is the same for a line that was printed twice; NaN equals NaN here."""
-        return hash(repr((self.step_time_s, self.clock_s, self.consumed_samples, self.loss, self.grad_norm)))
-
-
-class LogParser:
-    """What every reader of a format has: settings that the log told, torn lines, whether it ends, starts, a clock.
-
-    A line for many steps has the `values` of them that the trainer prints.
+class Parser(Tail):
+    """A growing log of a format, each of its lines once, and what it tells.
 
     Attributes:
-        zone: of time stamps that name none; logs hardly ever do.
-        has_local_times: whether there were such stamps.
-        counts_before: whether consumed samples are those before a line's step, without its own.
+        lines: read so far; blank ones do not count.
+        changed: Unix time of the log's last change.
+        settings: what it told of the trainer, by Megatron's names.
+        skipped_lines: torn lines about steps.
+        attempt: how often the trainer was started.
+        done: whether the trainer said that training has ended.
+        has_local_times: whether there were time stamps that name no zone.
     """
 
-    values = "the last step's values"
-    counts_before = False
+    ENDS = b"\r\n"  # a progress bar redraws its line after a carriage return
 
-    def __init__(self) -> None:
-        self.arguments: dict[str, str] = {}  # in Megatron's words
-        self.engine: dict[str, str] = {}
-        self.skipped_lines, self.done, self.starts = 0, False, 0
-        self.zone: datetime.tzinfo = datetime.UTC
-        self.has_local_times, self._last_stamp = False, -math.inf
+    def __init__(self, file: Path, form: Format, zone: datetime.tzinfo = datetime.UTC) -> None:
+        super().__init__(file)
+        self.form, self.zone, self.settings = form, zone, Texts()
+        self.lines, self.changed, self.skipped_lines, self.attempt = 0, 0.0, 0, 1
+        self.done, self.has_local_times = False, False
+        self._seen, self._restarted = dict[int, int](), False
+        self._before, self._held_out = Texts(), dict[int, float]()
+        self._newest, self._rank, self._last_stamp, self._open = 0, None, -math.inf, ""
 
-    def unix_time(self, text: str | None, form: str | None = None) -> float | None:
-        """Returns a time of the log, written as in ISO 8601 or in `form`; None where it is written otherwise.
+    def new(self) -> Iterator[str]:
+        """Yields the lines that have come; the last one without its end, if it is a whole bar."""
+        while text := self.new_lines():
+            for line in text.splitlines():
+                self.lines += bool(line)
+                if len(line) <= LONGEST_LINE:
+                    yield COLOUR.sub("", line.decode(errors="replace"))
+        with contextlib.suppress(OSError), opened(self.file) as stream:
+            self.changed = os.fstat(stream.fileno()).st_mtime
+            stream.seek(self.position)
+            if (rest := stream.read(LONGEST_LINE)).rstrip().endswith(b"]"):
+                yield rest.decode(errors="replace")
 
-        An hour comes twice where clocks are set back: a stamp well before the last one is of the second.
-        """
-        try:
-            when = datetime.datetime.strptime(text or "", form) if form else datetime.datetime.fromisoformat(text or "")
-        except ValueError:
-            return None
-        if when.tzinfo is None:
-            self.has_local_times = True
-            when = when.replace(tzinfo=self.zone)
-            when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
-        self._last_stamp = when.timestamp()
-        return self._last_stamp
+    def steps(self) -> Iterator[Step]:
+        """Yields what new lines say; one with a number that no trainer prints is a torn one."""
+        for line in self.new():
+            try:
+                yield from self._told(line)
+            except (ValueError, OverflowError):
+                self.skipped_lines += 1
 
-    def feed(self, line: str) -> list[LoggedStep]:
-        """Returns what a line says about steps, usually nothing."""
-        raise NotImplementedError
+    def _told(self, line: str) -> Iterator[Step]:
+        self._set(line)
+        form = self.form
+        if form.closes:
+            self._open = f"{self._open}\n{line}"[-LONGEST_LINE:]
+            if not re.match(form.closes, line):
+                return
+            line, self._open = self._open, ""
+        if found := re.search(form.held_out, line):
+            step = int(found["step"]) + 1 - form.first_step
+            self._held_out[step] = float(found["loss"])
+            yield from self._due() if step == self._newest else ()
+        elif re.search(form.sign, line):
+            matches = list(re.finditer(form.line, line))
+            for found in matches:
+                yield from self._step(line, found)
+            self.skipped_lines += not matches
 
+    def _set(self, line: str) -> None:
+        """Keeps what a line tells of the trainer, and of the step that comes."""
+        for pattern in self.form.settings:
+            if found := re.search(pattern, line):
+                told = {name: text.strip() for name, text in found.groupdict().items() if text}
+                if "memory_mib" in told:  # of this rank
+                    told["memory_mib"] = max(told["memory_mib"], self.settings.get("memory_mib", "0"), key=float)
+                self.settings |= {told["name"]: told["value"]} if "value" in told else told
+                self._restarted |= "start" in told
+                self.done |= "end" in told
 
-class LogReader:
-    """Reads a growing log, each line once, through the reader of its format."""
-
-    def __init__(self, file: Path, parser: LogParser) -> None:
-        self.file, self.parser = file, parser
-        self.offset, self.lines = 0, 0
-
-    def read(self) -> list[LoggedStep]:
-        """Returns the steps of the lines that have come since the last call; an unfinished line is left for the next.
+    def _step(self, line: str, found: re.Match[str]) -> Iterator[Step]:
+        """Yields what a line says, unless it was printed again, and the losses that wait for it.
 
         Raises:
-            OSError: the log cannot be read.
+            ValueError: the line is torn.
         """
-        steps = []
-        with self.file.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size < self.offset:  # truncated or replaced
-                self.offset = 0
-            stream.seek(self.offset)
-            kept = b""
-            while chunk := stream.read(CHUNK_BYTES):
-                *lines, kept = re.split(rb"[\r\n]+", kept + chunk)  # a progress bar redraws its line after \r
-                self.lines += len(lines)
-                for line in lines:
-                    steps += self._feed(line)
-                if len(kept) > CHUNK_BYTES:  # not a line of a log
-                    kept = b""
-            self.offset = stream.tell() - len(kept)
-        return steps
+        texts = self._texts(found)
+        values = self._values(texts)
+        rank = named[1] if (named := RANK.search(line)) else None
+        # A pipeline's other stages print a loss of -1, several ranks the same line.
+        if values.get("loss", 0.0) < 0 or rank != (self._rank or rank):
+            return
+        if texts.get("validation_loss") == self._before.get("validation_loss"):
+            values.pop("validation_loss", None)  # it stays until there is another
+        self._rank, self._before, step = rank, texts, int(values["step"])
+        said = hash(tuple(map(texts.get, self.form.repeats)))
+        if self._seen.get(step) == said and not self._restarted:
+            if "validation_loss" in values:
+                yield {name: values[name] for name in ("step", "validation_loss")}
+            return
+        if self._seen and (self._restarted or step in self._seen):
+            self.attempt += 1
+            self._seen.clear()
+        self._restarted, self._newest, self._seen[step] = False, step, said
+        yield values | self._clock(texts) | {"attempt": self.attempt}
+        yield from self._due()
 
-    def finish(self) -> list[LoggedStep]:
-        """Returns the step of a last line that has no end, if it is whole: a progress bar's often is."""
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            rest = stream.read(CHUNK_BYTES)
-        return self._feed(rest) if rest.rstrip().endswith(b"]") else []
+    def _due(self) -> Iterator[Step]:
+        for step in [step for step in self._held_out if step <= self._newest]:
+            yield {"step": step, "validation_loss": self._held_out.pop(step)}
 
-    def _feed(self, line: bytes) -> list[LoggedStep]:
-        if len(line) > LONGEST_LINE:
-            return []
+    def _texts(self, found: re.Match[str]) -> Texts:
+        """Returns the values in a line as they are written, by name."""
+        kept = {name: self.settings[name] for name in OF_STEPS if name in self.settings}
+        texts = kept | {name: text for name, text in found.groupdict().items() if text is not None}
+        for value in re.finditer(self.form.fields, texts.pop("fields", "")):
+            name = str(value.lastgroup)
+            if name in texts and name != "loss":
+                raise ValueError("two lines were mixed")
+            texts.setdefault(name, value[name])
+        if "step" in texts:
+            self.form.amend(texts, self._before)
+        return texts
+
+    def _values(self, texts: Texts) -> Step:
+        """Returns the values of a step as numbers."""
+        values: Step = {}
+        for group, text in texts.items():
+            name, unit = UNITS.get(group, (group, 1.0))
+            value = number(text.replace(",", ""))
+            if value is not None and (name not in BOUNDED or 0 <= value < 2**63):
+                values[name] = int(value / unit) if name in WHOLE else value / unit
+        if not {"step", "loss" if "loss" in texts else "step_time_s"} <= values.keys():
+            raise ValueError("the line is torn")
+        values["step"] += 1 - self.form.first_step
+        if self.form.times_held_out and values["step"] in self._held_out:
+            values.pop("step_time_s", None)
+        return values
+
+    def _clock(self, texts: Texts) -> Step:
+        """Returns the time of a step, if it is told as in ISO 8601."""
+        self.settings.pop("time", None)
         try:
-            return self.parser.feed(line.decode(errors="replace"))
-        except (ValueError, OverflowError):  # a number that no trainer prints
-            self.parser.skipped_lines += 1
-            return []
-
-
-class MegatronLog(LogParser):
-    """Lines of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, with or without srun's or torchrun's labels, and stamps.
-
-    Source: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed, in
-    megatron/logging.py of EleutherAI/gpt-neox; logs of spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL.
-    """
-
-    values = "the line's means"
-    HEAD = re.compile(r"iteration\s+(\d+)/\s*(\d+|infinity)\s*\|(.*)\|\s*$")
-    STARTED = re.compile(r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|")
-    ARGUMENT = re.compile(r"^(?:\s*\d+:|\[\w+\]:)?\s+(\w+) \.{2,} (.*?)\s*$")
-    ENGINE = re.compile(r"\[config\.py:\d+:print\w*\]\s+(\w+)[ .]+\s(\S+)\s*$")
-    VALIDATION = re.compile(
-        r"validation (?:loss|results) at iteration (\d+)(?! on test set)\b.*?\blm[ _]loss value: (\S+) \|"
-    )
-    NEOX_ARGUMENT = re.compile(r"\.{2,}(default|updated)$")
-    MEMORY = re.compile(r"memory \(MB\) \|.*?max allocated: ([\d.]+)")
-    STAMP = re.compile(r"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
-    VOCABULARY = re.compile(r"padded vocab \(size: \d+\) with \d+ dummy tokens \(new size: (\d+)\)")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._time: float | None = None
-        self._memory_bytes: int | None = None
-
-    def feed(self, line: str) -> list[LoggedStep]:
-        if stamp := self.STAMP.search(line[:80]) or (" datetime: " in line and self.STAMP.search(line)) or None:
-            self._time = self.unix_time(stamp[1]) or self._time
-        if "iteration" in line and self.STARTED.search(line):
-            return self._step(line)
-        if "validation " in line and (found := self.VALIDATION.search(line)):
-            loss = number(found[2])
-            return [] if loss is None else [LoggedStep(step=int(found[1]), validation_loss=loss)]
-        if "memory (MB)" in line and (found := self.MEMORY.search(line)):
-            allocated = number(found[1]) or 0.0
-            self._memory_bytes = max(self._memory_bytes or 0, int(allocated * 2**20))
-        elif "- arguments -" in line:  # the block that every start of the trainer prints
-            self.starts += 1
-        elif "[after training is done]" in line:
-            self.done = True
-        elif " .." in line or "train_micro_batch_size_per_gpu" in line:  # so long that its dots do not fit
-            self._setting(line)
-        elif found := self.VOCABULARY.search(line):
-            self.arguments["padded_vocab_size"] = found[1]
-        return []
-
-    def _setting(self, line: str) -> None:
-        if found := self.ENGINE.search(line):
-            self.engine[found[1]] = found[2]
-        elif (found := self.ARGUMENT.match(line)) and not self.NEOX_ARGUMENT.search(found[2]):  # with other names there
-            self.arguments[found[1]] = found[2]
-
-    def _step(self, line: str) -> list[LoggedStep]:
-        head = self.HEAD.search(line)
-        fields = _fields(head[3]) if head else None
-        step_time_s = _step_time(fields or {})
-        if head is None or fields is None or step_time_s is None:
-            self.skipped_lines += 1  # torn, or two ranks wrote at once
-            return []
-        loss = next((value for name, value in fields.items() if name.endswith("loss") and name != "loss scale"), None)
-        flops = next((value for name, value in fields.items() if "TFLOP" in name), None)
-        total = None if head[2] == "infinity" else int(head[2])
-        step = LoggedStep(
-            step=int(head[1]),
-            starts=self.starts,
-            total_steps=total,
-            samples=whole(fields.get("global batch size")),
-            consumed_samples=whole(fields.get("consumed samples")),
-            consumed_tokens=whole(fields.get("consumed tokens")),  # of Megatron-DeepSpeed
-            sequence_length=whole(fields.get("actual seqlen")),
-            step_time_s=step_time_s,
-            time=self._time,
-            loss=loss,
-            grad_norm=fields.get("grad norm"),
-            learning_rate=fields.get("learning rate"),
-            memory_bytes=self._memory_bytes,
-            loss_scale=fields.get("loss scale"),
-            skipped_steps=_count(fields.get("number of skipped iterations")),
-            nan_steps=_count(fields.get("number of nan iterations")),
-            printed_flops_per_s=None if flops is None else flops * 1e12,
-            printed_samples_per_s=fields.get("samples per second"),
-        )
-        self._time = None  # said of this step; the next one ends later
-        self.done = self.done or (total is not None and step.step >= total)
-        return [step]
-
-
-def _fields(body: str) -> dict[str, float] | None:
-    """Returns the numbers between the bars of a line; None where a name stands twice, since two lines were mixed."""
-    fields = {}
-    for part in body.split("|"):
-        name, colon, text = part.rpartition(":")
-        if name.strip() in fields:
-            return None
-        if colon and (value := number(text)) is not None:
-            fields[name.strip()] = value
-    return fields
-
-
-def _count(value: float | None) -> int | None:
-    return 0 if value == 0 else whole(value)
-
-
-def _step_time(fields: dict[str, float]) -> float | None:
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0)):
-        value = fields.get(f"elapsed time per iteration ({unit})")
-        if value is not None and 0 < value < float("inf"):
-            return value * seconds
-    return None
+            when = datetime.datetime.fromisoformat(texts.get("time", ""))
+        except ValueError:
+            return {}
+        if when.tzinfo is None:
+            self.has_local_times, when = True, when.replace(tzinfo=self.zone)
+            # An hour comes twice where clocks are set back: of the second is what goes back.
+            when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
+        self._last_stamp = when.timestamp()
+        return {"time": self._last_stamp, "clock_s": self._last_stamp}
 
 
 def number(text: str | None) -> float | None:
     """Returns a word of a log as a number, None where it is none."""
     try:
-        return None if text is None else float(text)
+        return float(text or "")
     except ValueError:
         return None
-
-
-def whole(value: float | None) -> int | None:
-    """Returns a count, None where there is none or it could be none."""
-    return int(value) if value is not None and 0 < value < 2**63 else None

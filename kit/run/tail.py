@@ -18,6 +18,9 @@ class Tail:
         position: bytes read so far.
     """
 
+    ENDS = b"\n"
+    """The bytes that each end a line."""
+
     def __init__(self, file: Path, position: int = 0) -> None:
         self.file, self.position, self._last, self._pieces = file, position, b"", 0
 
@@ -35,7 +38,7 @@ class Tail:
                 text = stream.read(limit_bytes)
         except OSError:  # not there yet, or removed while it was followed: what was read stays
             return b""
-        whole = text[: text.rfind(b"\n") + 1]
+        whole = text[: max(map(text.rfind, self.ENDS)) + 1]
         self._pieces = 0 if whole else self._pieces
         if not whole and len(text) == limit_bytes and self._pieces < MOST_PIECES:
             whole, self._pieces = text, self._pieces + 1

@@ -182,6 +182,13 @@ def test_gpt_neox_tells_steps_and_losses_but_not_the_model(log: Path) -> None:
     assert metrics["validation_loss"][-1] == 6.9 and run.recipe.num_steps == 50
 
 
+def test_lines_that_two_ranks_print_stand_for_as_many_steps(log: Path) -> None:
+    log.write_text("".join(line * 2 for line in NEOX.splitlines(keepends=True)))
+    plan = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8, "global_batch_size": 512}
+    report, run = megatron(log, "frontier", spec=ModelSpec.preset("demo"), changes={"plan": plan})
+    assert (report.attempts, run.metrics()["step"].tolist()) == (1, list(range(1, 31)))
+
+
 def test_lumi_log_gives_model_layout_and_the_published_utilisation(log: Path) -> None:
     log.write_text(lumi())
     report, run = megatron(log)
@@ -658,6 +665,43 @@ def test_hlat_lines_with_norms_and_a_torn_one(log: Path) -> None:
     assert metrics["step_time_s"].tolist() == [25.0] * 3 and metrics["grad_norm"].tolist() == [3.25] * 3
     assert run.recipe.num_steps == 500 and report.skipped_lines == 1
     assert any("prints 6.5e+03 sequences/s, but clock and batch make 41" in note for note in report.notes)
+
+
+def test_two_lines_of_hlat_on_one_are_no_step(log: Path) -> None:
+    said = [
+        f"[0]:LOG Wed Dec 21 00:12:{10 * step} 2022 - (0, {step}) step_loss : {11 - step:.4f} "
+        f"learning_rate : 2.80e-06 throughput : 6497.86 grad-norm : {step}.25\n"
+        for step in range(1, 6)
+    ]
+    log.write_text("".join([said[0], said[1], said[2][:95], *said[3:]]))
+    report, run = nxdt(log, {**LAYOUT, "data_parallel": 32, "global_batch_size": 1024})
+    assert run.metrics()["step"].tolist() == [1, 2, 5] and report.skipped_lines == 1
+
+
+def test_a_bar_that_is_redrawn_on_one_long_line(log: Path) -> None:
+    bar = BARS.split("\r")[0].replace("global_step=188.0", "global_step={}.0").replace("59:12", "{}:12")
+    log.write_text("\r".join(bar.format(step, step) for step in range(100)))
+    _, run = nxdt(log, {**LAYOUT, "global_batch_size": 128})
+    assert run.metrics()["step"].tolist() == list(range(1, 101))
+
+
+def test_bars_are_followed_though_none_ends_its_line(log: Path) -> None:
+    parts = BARS.split("\r")
+    log.write_text("\r".join(parts[:2]))
+    grown = iter(["\r" + parts[2][:60], parts[2][60:] + "\r" + parts[3], "\r" + parts[4]])
+
+    def grow(_: float) -> None:
+        part = next(grown, None)
+        if part is None:
+            raise KeyboardInterrupt
+        with log.open("a") as stream:
+            stream.write(part)
+
+    spec, site, out = ModelSpec.preset("hlat-7b"), Site.load("trn1.32xlarge"), log.parent / "run"
+    changes = {"plan": LAYOUT | {"global_batch_size": 128}}
+    report = import_log(log, out, site=site, spec=spec, changes=changes, follow=True, idle=grow)
+    assert Run.open(out).metrics()["step"].tolist() == [189, 190, 191, 192]
+    assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
 
 
 def test_report_is_kept_beside_the_run(log: Path) -> None:

@@ -24,8 +24,10 @@ from kit.data.dataset import DatasetInfo
 from kit.data.token_file import HEADER, MAGIC
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport
-from kit.foreign.formats import FORMATS
+from kit.foreign.formats import FORMATS, Format
+from kit.foreign.formats import NAMES as FORMAT_NAMES
 from kit.foreign.importers import import_log
+from kit.foreign.logs import LONGEST_LINE, Parser
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run.alerts import AlertLog
@@ -195,7 +197,7 @@ pieces = st.sampled_from([*PIECES.replace("\n;", ";").strip("\n").split(";"), "\
 @fuzzed(
     120,
     text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join),
-    format=st.sampled_from([None, *FORMATS]),
+    format=st.sampled_from([None, *FORMAT_NAMES]),
 )
 def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None) -> None:
     folder = tmp_path_factory.mktemp("log")
@@ -215,7 +217,23 @@ def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
         import_log(tmp_path / "log", tmp_path / "run", format="megatron", site=SITE, spec=SPEC, changes=changes)
 
 
-@pytest.mark.parametrize("parser", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(
+    "setting",
+    ["global_batch_size 0", "world_size nan", "tensor_model_parallel_size 1e999", "seed \u00b2"]
+    + ["tensor_model_parallel_size 0", "log_interval \u00b2", "micro_batch_size inf"],
+)
+def test_settings_that_no_trainer_prints(tmp_path: Path, setting: str) -> None:
+    line = " iteration {0}/ 10 | elapsed time per iteration (ms): 9000.0 | lm loss: 2.{0} |\n"
+    name, value = setting.split()
+    text = f"  world_size .... 8\n  {name} .... {value}\n{line.format(1)}{line.format(2)}"
+    (tmp_path / "log").write_text(text)
+    plan = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8}
+    changes = {"plan": {**plan, "global_batch_size": 8}}
+    report = import_log(tmp_path / "log", tmp_path / "run", site=SITE, spec=SPEC, changes=changes)
+    assert (report.format, report.steps) == ("megatron", 2)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize(
     "line",
     [
@@ -232,17 +250,15 @@ def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
         '"a": 1,',
     ],
 )
-def test_no_line_of_a_log_takes_long(tmp_path: Path, parser: type, line: str) -> None:
+def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) -> None:
     """Patterns that search a long line from each of its places would take hours on a few megabytes."""
-    from kit.foreign.logs import LONGEST_LINE, LogReader
-
     file = tmp_path / "log"
     with file.open("w") as stream:
         for _ in range(30):
             stream.write((line * LONGEST_LINE)[: LONGEST_LINE - 1] + "\n")
         stream.write(line * 200_000 + "\n")
     start = time.process_time()
-    LogReader(file, parser()).read()
+    list(Parser(file, form).steps())
     assert time.process_time() - start < 5
 
 
