@@ -8,16 +8,18 @@ import contextlib
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.attempts import Files, claimed, hand_over
+from cluster.files import write_atomic
 from cluster.job import Job, JobSpec
-from cluster.render import check_submittable, scripts, slurm_table, warnings
+from cluster.render import check, check_submittable, scripts, slurm_table, warnings
 from cluster.site import Site, There
 from cluster.slurm import preflight
 from cluster.slurm.queries import NoAnswerError, slurm_command
 from cluster.slurm.queries import look as look
-from cluster.slurm.script import slurm_scripts
+from cluster.slurm.script import ARRAY_SCRIPT, array_script, slurm_scripts
 from cluster.state import JobError, SchedulerJob, read_history
 
 EXCLUDED_AFTER = 2
@@ -41,7 +43,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     with claimed(run_dir, kept) as attempt:
         try:
             for name in asked:
-                job_id = _sbatch(run_dir, name, after=job_id)
+                after = [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
+                job_id = _sbatch(run_dir, name, *after)
         except (JobError, OSError):
             if job_id:  # what was to compile ahead for the job that was refused
                 with contextlib.suppress(JobError):
@@ -49,6 +52,29 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
             raise
     hand_over(run_dir, attempt, SchedulerJob(scheduler="slurm", id=job_id, config=os.environ.get("SLURM_CONF")))
     return Job.attach(run_dir)
+
+
+def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> str:
+    """Sends some tasks of an array of `count` to Slurm, numbered from 1, as `array_script` says; returns its number.
+
+    The script and its logs are in `job.run_dir`, which is made.
+
+    Raises:
+        ConfigError: the job cannot run there.
+        JobError: a job that was sent from that directory is in the queue, or Slurm refuses, with its words.
+    """
+    check(job, site)
+    check_submittable(site)
+    preflight.check(job, site)
+    run_dir = Path(job.run_dir)
+    words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
+    for line in slurm_command(words, os.environ.get("SLURM_CONF")).splitlines():
+        number, _, place = line.partition(" ")
+        if os.path.realpath(place.strip()) == os.path.realpath(run_dir):
+            raise JobError(f"{run_dir}: job {number} of this folder is still in the queue. Wait, or scancel {number}.")
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / ARRAY_SCRIPT, array_script(job, site, slurm_table(site), count))
+    return _sbatch(run_dir, ARRAY_SCRIPT, f"--array={','.join(map(str, tasks))}")
 
 
 def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
@@ -118,11 +144,9 @@ def lost_nodes(run_dir: Path) -> list[str]:
     return sorted(node for node, times in losses.items() if times >= EXCLUDED_AFTER)
 
 
-def _sbatch(run_dir: Path, script: str, after: str) -> str:
-    """Returns the number of a new job, which waits for the success of the job `after`, if any."""
-    words = ["sbatch", "--parsable"]
-    if after:
-        words += [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
+def _sbatch(run_dir: Path, script: str, *options: str) -> str:
+    """Returns the number of a new job."""
+    words = ["sbatch", "--parsable", *options]
     if nodes := lost_nodes(run_dir):
         words.append(f"--exclude={','.join(nodes)}")
     try:
@@ -141,7 +165,7 @@ def _accepted(script: Path, silence: NoAnswerError) -> str:
     Raises:
         JobError: it is not there, or the queue cannot be seen either.
     """
-    words = ["squeue", "--me", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%i %o"]
+    words = ["squeue", "--me", "--noheader", "--states=PENDING,CONFIGURING,RUNNING", "--format=%F %o"]
     for _ in range(LOOKS):
         time.sleep(LOOK_EVERY_S)
         with contextlib.suppress(JobError):
@@ -149,6 +173,6 @@ def _accepted(script: Path, silence: NoAnswerError) -> str:
             if numbers := [int(number) for number, command in jobs if command == str(script)]:
                 return str(max(numbers))
     raise JobError(
-        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me --format='%i %o'` for "
+        f"{silence}, and no job is in the queue yet. It may still come: look with `squeue --me --format='%F %o'` for "
         f"{script}, and `scancel` it before you launch again."
     ) from silence

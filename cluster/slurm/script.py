@@ -19,6 +19,7 @@ from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 
 PACKAGE_ROOT = Path(__file__).parents[2]
+ARRAY_SCRIPT = "array.sh"
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below the range from which Linux takes the ports of outgoing connections
 RULER = "# " + "-" * 100
@@ -33,13 +34,32 @@ def slurm_scripts(
     common = [*_environment(job, slurm, python), *_meeting_point(slurm)]
     run = [*common, *_broadcast(job, slurm), *_ranks(job, slurm, python), *_cache_to_nodes(job, slurm)]
     run += _supervised(job, slurm, python, str(source))
-    texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm), *run]}
+    # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not expect it.
+    comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
+    texts = {"submit.sh": [*_header(job, site, slurm, "runs"), *notes, *_directives(job, slurm, *comes_back), *run]}
     if slurm.compilation:
-        ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, compiling=True), *common]
+        ahead = [*_header(job, site, slurm, "compiles ahead for"), *_directives(job, slurm, end="-compile"), *common]
         ahead += [*_broadcast(job, slurm), *_ranks(job, slurm, python, compiling=True)]
         ahead += _compile(job, slurm, slurm.compilation)
         texts = {"compile.sh": ahead, **texts}
     return {name: "\n".join(lines) + "\n" for name, lines in texts.items()}
+
+
+def array_script(job: JobSpec, site: Site, slurm: Slurm, tasks: int) -> str:
+    """Returns the script of an array whose tasks have nothing to do with each other, each a job of one node.
+
+    The command of a task is the job's and, as its last word, I/N: which task it is, and of how many.
+    """
+    lines = [
+        "#!/bin/bash",
+        f"# {job.name}: each of {counted(tasks, 'task')} on a node of {site.name}. Submit from this folder, which",
+        f"# needs a folder logs: sbatch --array=1-{tasks} {ARRAY_SCRIPT}",
+        *_directives(job, slurm, "--requeue", log="logs/task-%a.log"),
+        *_environment(job, slurm, sys.executable),
+        f"cd {quote(job.working_directory)} || exit",
+        f'exec {" ".join(map(quote, job.argv))} "$SLURM_ARRAY_TASK_ID/{tasks}"',
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
@@ -53,11 +73,11 @@ def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
     ]
 
 
-def _directives(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str]:
+def _directives(job: JobSpec, slurm: Slurm, *more: str, end: str = "", log: str = "logs/slurm-%j.log") -> list[str]:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job.name)[:64]
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
     given = {
-        "job-name": f"{name}-compile" if compiling else name,
+        "job-name": name + end,
         "account": slurm.account,
         "partition": slurm.partition,
         "qos": slurm.qos,
@@ -67,15 +87,12 @@ def _directives(job: JobSpec, slurm: Slurm, compiling: bool = False) -> list[str
         "cpus-per-task": slurm.cpus_per_task,
         "gpus-per-node": slurm.gpus_per_node,
         "time": None if limit_s is None else _clock(limit_s),
-        "output": "logs/slurm-%j.log",
+        "output": log,
         "open-mode": "append",
         "export": "ALL",
     }
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
-    if not compiling:
-        # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not expect it.
-        options += ["--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}"]
-    return [RULER, *(f"#SBATCH {option}" for option in (*options, *slurm.sbatch_options))]
+    return [RULER, *(f"#SBATCH {option}" for option in (*options, *more, *slurm.sbatch_options))]
 
 
 def _environment(job: JobSpec, slurm: Slurm, python: str) -> list[str]:

@@ -1,17 +1,17 @@
 """Commands on text: data build."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-import cluster
-from cluster.attempts import refuse_live
 from cluster.job import JobSpec
 from cluster.record import counted
 from cluster.site import Site
-from kit.commands.options import JsonOption, MinutesOption, facts_table, hint, tell
+from cluster.slurm import submit_array
+from kit.commands.options import JsonOption, MinutesOption, facts_table, tell
 from kit.errors import ConfigError
 
 app = typer.Typer()
@@ -39,59 +39,71 @@ def data_build(
         bool, typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another dataset in that folder")] = False,
-    workers: Annotated[
-        int | None, typer.Option(help="processes, with --site of each rank; default: one for each core")
+    workers: Annotated[int | None, typer.Option(help="processes; default: one for each core")] = None,
+    part: Annotated[
+        str | None, typer.Option(help="I/N: the I-th of N parts, every N-th file; with --site all/N", metavar="I/N")
     ] = None,
-    site: Annotated[str | None, typer.Option(help="build in a job: a name or a .toml file")] = None,
-    nodes: Annotated[int, typer.Option(help="of the site, which share the files out")] = 1,
+    site: Annotated[
+        str | None, typer.Option(help="build all parts, each on a node of a Slurm site: a name or a .toml file")
+    ] = None,
     minutes: MinutesOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn text into token files for training. What was killed goes on where it was, by the same command."""
-    from kit.data.build import Progress, build_dataset, prepared
+    """Turn text into token files for training."""
+    from kit.data.build import build_dataset, unbuilt_parts
 
+    number, count = _part(part, site)
     if max_megabytes is not None and not 0 < max_megabytes < 1e12:
         raise ConfigError(f"--max-megabytes {max_megabytes:g}: not allowed. Give a number above 0.")
     asked: dict[str, Any] = {
         "sources": source, "tokenizer": tokenizer, "vocab_size": vocab_size, "seed": 1234,
         "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6), "text_key": text_key,
         "validation_fraction": validation_fraction, "skip_corrupt": skip_corrupt, "overwrite": overwrite,
-        "workers": workers,
     }  # fmt: skip
-    if site is not None:
-        place = _building_site(site, source, tokenizer)
-        cores = place.slurm.cpus_per_task if place.slurm and place.slurm.launcher == "srun" else None
-        asked["workers"] = workers or cores or 1
-        run = out.with_name(f"{out.name}-build").absolute()
-        if (run / "state.json").exists():
-            refuse_live(run)
-        with prepared(out, Progress(shown=not as_json), **asked) as folder:
-            if folder is not None:
-                _submit(run, folder, place, nodes, minutes)
-                return
-    dataset = build_dataset(out, progress=not as_json, **asked)
-    tell(dataset.info.to_dict(), as_json, facts_table(str(out), dataset.facts()))
+    if site is None:
+        each = (number, count) if part else None
+        dataset = build_dataset(out, progress=not as_json, workers=workers, part=each, **asked)
+        tell(dataset.info.to_dict(), as_json, facts_table(str(dataset.directory), dataset.facts()))
+        return
+    given = {
+        "--tokenizer": tokenizer, "--vocab-size": vocab_size, "--max-megabytes": max_megabytes,
+        "--validation-fraction": validation_fraction, "--text-key": text_key, "--workers": workers,
+    }  # fmt: skip
+    words = [f"--source={file}" for file in source or ()]
+    words += [f"{key}={value}" for key, value in given.items() if value is not None]
+    words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
+    told = _submit(out, count, site, minutes, words, unbuilt_parts(out, count, **asked))
+    tell({"told": told}, as_json, told)
 
 
-def _building_site(name: str, source: list[Path] | None, tokenizer: str | None) -> Site:
-    """Returns a site whose job can build a dataset, or raises ConfigError."""
+def _part(word: str | None, site: str | None) -> tuple[int, int]:
+    """Returns the numbers of I/N, with 0 for the I of all/N; that is for --site, which needs it."""
+    found = re.fullmatch(r"(all|\d+)/(\d+)", word or "")
+    if bool(word or site) != bool(found) or bool(site) != bool(found and found[1] == "all"):
+        raise ConfigError(f"--part: {word!r} is not allowed. Give I/N, such as 3/12, or all/N with --site.")
+    return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
+
+
+def _submit(
+    out: Path, count: int, name: str, minutes: float | None, words: list[str], parts: list[int]
+) -> str:
+    """Sends some parts of a dataset to a site, each for a node, and returns what was done in words."""
     site = Site.load(name)
-    if site.scheduler == "local":
-        raise ConfigError(f"--site {name}: this machine alone. Leave it out and give --workers.")
-    if site.login is not None:
-        raise ConfigError(f"--site {name}: its files lie behind a login node. Give this command there.")
-    if not source or not tokenizer:
-        raise ConfigError("--site: give --source, and --tokenizer: one trained by a build of a sample of the text.")
-    return site
-
-
-def _submit(run: Path, folder: Path, site: Site, nodes: int, minutes: float | None) -> None:
+    if site.scheduler != "slurm" or site.login is not None:
+        raise ConfigError(
+            f"--site {name}: parts are built by Slurm alone, and this command is given on its login node. Elsewhere "
+            f"build them one by one: --part I/{count}."
+        )
+    if not parts:
+        return f"All {counted(count, 'part')} are in {out}."
+    command = (sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part")
+    limit_s = None if minutes is None else 60 * minutes
     job = JobSpec(
-        name=run.name, run_dir=str(run), argv=(sys.executable, "-m", "kit.data", str(folder)),
-        num_processes=nodes * site.devices_per_node, num_nodes=nodes,
-        time_limit_s=None if minutes is None else 60 * minutes,
-        max_restarts=10,  # time limits too: a build takes no steps, by which progress would be seen
+        name=out.absolute().name, run_dir=str(out), argv=command, num_processes=site.devices_per_node,
+        time_limit_s=limit_s,
     )  # fmt: skip
-    cluster.submit(job, site)
-    told = f"Started {counted(job.num_processes, 'rank')}; should it end early, give this again. Watch:"
-    hint(told, "logs", run, "--follow")
+    array = submit_array(job, site, parts, count)
+    return (
+        f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. Give this again "
+        f"when it has left the queue: it sends what is still lacking."
+    )

@@ -1,21 +1,15 @@
-"""`python -m kit.data FOLDER`: a rank of a job that builds a dataset; FOLDER RANK SIZE: one more process of a build."""
+"""`python -m kit.data`: a process that does one piece of a build. It is told which, and answers, by pickles."""
 
 import os
+import pickle
 import sys
-from pathlib import Path
 
-from kit.data.build import build_in_job
-from kit.data.pieces import Work
-from kit.data.team import follow
-from kit.errors import DataError
+from cluster.descendants import become_rank
 
-folder, *place = sys.argv[1:]
+become_rank(os.getppid())
+function, piece = pickle.load(sys.stdin.buffer)
 try:
-    if place:
-        rank, size = map(int, place)
-        follow(Work(Path(folder)), rank, size)
-    else:
-        build_in_job(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-except DataError as error:
-    print(error, file=sys.stderr)
-    sys.exit(os.EX_CONFIG)  # another attempt would end the same way
+    answer = function(*piece, lambda _: None)
+except Exception as error:  # which the process that asked raises
+    answer = error
+pickle.dump(answer, sys.stdout.buffer)

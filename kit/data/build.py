@@ -1,31 +1,22 @@
-"""build_dataset: text in, a dataset folder out, in three stages: survey, encode, put in order.
+"""build_dataset: text in, a dataset folder out, on this machine; of a large corpus one part of several.
 
-What is done lies in `.NAME.building` beside the dataset, so a build that was killed goes on where it was.
+What is done lies in `.NAME.building-...` beside the dataset until it is whole.
 """
 
-import contextlib
-import fcntl
-import json
+import functools
 import os
-import shutil
-from collections.abc import Callable, Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster.files import write_atomic
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
-from kit.data.dataset import DESCRIPTION, FORMAT, Dataset, DatasetInfo, Settings
-from kit.data.lead import lead
-from kit.data.pieces import ASKED, Work
+from kit.data.dataset import DESCRIPTION, Dataset, Settings
 from kit.data.readers import TEXT_KEY
-from kit.data.team import Progress, follow, helpers
-from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, load_tokenizer
+from kit.data.steps import read, tokenize, write
+from kit.data.team import Progress, share_out
+from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer
 from kit.errors import DataError
-
-PART_BYTES = 256 * 1024 * 1024
-"""Of files in a part, which is done again where it was killed. A file is in one part, however large it is."""
-LOCK = ".lock"
 
 
 def build_dataset(
@@ -42,14 +33,19 @@ def build_dataset(
     text_key: str = TEXT_KEY,
     overwrite: bool = False,
     workers: int | None = None,
+    part: tuple[int, int] | None = None,
 ) -> Dataset:
     """Returns the dataset in `out_dir`, built from `sources` unless it is there already.
 
-    The folder appears whole or not at all; a build that was killed goes on where it was when it is asked for again.
-    Whole documents are held out for validation, chosen by the hash of their text, so a document stays on its side when
-    others come or go (only if that chooses none is the largest one taken). Of one that is larger than the share to hold
-    out, such as a corpus that is one .txt, only the end is. The others are written in a random order, by the same kind
-    of hash, since training reads the file in windows.
+    The folder appears whole or not at all; a build that was killed begins anew. Whole documents are held out for
+    validation, chosen by the hash of their text, so a document stays on its side when others come or go (only if that
+    chooses none is the largest one taken). Of one that is larger than the share to hold out, such as a corpus that is
+    one .txt, only the end is. The others are written in a random order, by the same kind of hash, since training reads
+    the file in windows.
+
+    A part of a large corpus is a dataset of its own, in a folder `part_I_of_N` of `out_dir`, from every N-th file. All
+    parts have one tokenizer, which must be given, and the same documents are held out as in the whole, but of those
+    that are larger than a part's share. What repeats a document of another part is not noticed.
 
     Args:
         out_dir: the folder to make.
@@ -57,7 +53,8 @@ def build_dataset(
         tokenizer: tokenizer.json, sentencepiece .model, Hugging Face folder or hub name; None trains a byte-level BPE
             on the training part of the text.
         vocab_size: entries of the trained tokenizer (default 4,096); with a given tokenizer, what it must have.
-        max_bytes: bytes of text to stop at (default: 24 MB of the installation's text, all of local sources).
+        max_bytes: bytes of text to stop at, in each part (default: 24 MB of the installation's text, all of local
+            sources).
         validation_fraction: share of the documents to hold out; one at least is, or its end.
         seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar with the time left, and say when a dataset is reused.
@@ -65,39 +62,69 @@ def build_dataset(
         text_key: of a .jsonl object, or column of a table: what holds the document.
         overwrite: replace a dataset that was built with other settings, or is damaged.
         workers: processes that share the text out by its files (default: one for each core, if there is so much text).
+        part: (I, N) builds the I-th of N parts.
 
     Raises:
         DataError: a source or the tokenizer cannot be used, less than 1 % of the text would be left to train on, or
             `out_dir` holds something else.
     """
-    progress_bars = Progress(shown=progress)
-    with prepared(
-        out_dir, progress_bars, sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed,
-        skip_corrupt=skip_corrupt, text_key=text_key, overwrite=overwrite, workers=workers,
-    ) as folder:  # fmt: skip
-        if folder is None:
-            progress_bars.say(f"Reusing {out_dir}: built with the same settings from the same text.")
-        else:
-            work = Work(folder)
-            _build(work, min(work.asked["workers"], len(work.parts)), progress_bars)
-    return Dataset.open(out_dir)
-
-
-@contextlib.contextmanager
-def prepared(
-    out_dir: str | Path, progress: Progress, sources: SourcePaths | None, tokenizer: str | Path | None,
-    vocab_size: int | None, max_bytes: int | None, validation_fraction: float, seed: int,
-    *, skip_corrupt: bool, text_key: str, overwrite: bool, workers: int | None,
-) -> Iterator[Path | None]:  # fmt: skip
-    """Yields the folder of a build that is asked for, nobody else being at it; None if the dataset is there already.
-
-    Arguments and errors as of `build_dataset`.
-    """
-    if not 0 < validation_fraction < 1:
-        raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give a share between 0 and 1.")
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out: one for each core.")
-    directory = Path(os.path.abspath(out_dir))
+    told, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
+    corpus, settings, given = _asked(
+        sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
+    )
+    if part is not None:
+        corpus, directory = corpus.part(*part), _part_folder(directory, settings, *part)
+    settings = settings.replace(sources=corpus.sources())
+    if there := _existing(directory, settings, overwrite):
+        told.say(f"Reusing {directory}: built with the same settings from the same text.")
+        return there
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = f".{directory.name}.building-"
+    for left in directory.parent.glob(f"{building}*"):
+        told.say(f"{left}: of a build that runs now, or was killed. Then remove it.")
+    with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name, told:
+        folder, do = Path(name), functools.partial(share_out, workers or len(os.sched_getaffinity(0)), told)
+        text = read(corpus, settings, do)
+        chosen, runs = tokenize(text, settings, given, folder, do)
+        whole = write(text, settings, chosen, runs, folder, do)
+        _move_into_place(whole, directory, settings, overwrite)
+    return Dataset.open(directory)
+
+
+def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool = False, **asked: Any) -> list[int]:
+    """Returns the numbers of the parts that are not in `out_dir` yet; arguments and errors as of `build_dataset`.
+
+    A part is there if it was built with the same settings from files of these names and sizes, which are not read.
+    """
+    corpus, settings, _ = _asked(**asked)
+    parts = {number: corpus.part(number, count).sources(hashed=False) for number in range(1, count + 1)}
+    return [
+        number
+        for number, sources in parts.items()
+        if not _existing(
+            _part_folder(Path(os.path.abspath(out_dir)), settings, number, count),
+            settings.replace(sources=sources),
+            overwrite,
+            hashed=False,
+        )
+    ]
+
+
+def _asked(
+    sources: SourcePaths | None,
+    tokenizer: str | Path | None,
+    vocab_size: int | None,
+    max_bytes: int | None,
+    validation_fraction: float,
+    seed: int,
+    skip_corrupt: bool,
+    text_key: str,
+) -> tuple[Corpus, Settings, Tokenizer | None]:
+    """Returns the text, the settings without what the text holds, and the tokenizer if one is given."""
+    if not 0 < validation_fraction < 1:
+        raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give a share between 0 and 1.")
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     if given is not None and vocab_size not in (None, given.vocab_size):
         raise DataError(
@@ -114,115 +141,23 @@ def prepared(
         text_key=text_key,
         order="windows",
     )
-
-    def is_there() -> bool:
-        return _existing(directory, lambda: settings.replace(sources=corpus.sources), overwrite) is not None
-
-    if is_there():
-        yield None
-        return
-    asked = {
-        "out": str(directory), "settings": settings.to_dict(), "skip_corrupt": corpus.skip_corrupt,
-        "groups": [[name, len(files)] for name, files in corpus.groups], "parts": _parts(corpus),
-        "tokenizer": {"tokenizer_file": given and given.file_name, "eos_id": given and given.eos_id},
-        "overwrite": overwrite, "workers": workers or len(os.sched_getaffinity(0)), "format": FORMAT,
-        "pieces": 2,  # version of what they leave in the folder, where a build of an older one began
-    }  # fmt: skip
-    with _alone(directory.with_name(f".{directory.name}.building"), progress) as folder:
-        if is_there():  # since the other process has ended
-            yield None
-            return
-        _begin(folder, asked, progress)
-        if given is not None:
-            write_atomic(folder / given.file_name, given.data)
-        try:
-            yield folder
-        except Exception:  # nothing can come of it, or no job was started
-            if not any(folder.glob("survey-*.json")):
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    return corpus, settings, given
 
 
-def build_in_job(folder: Path, rank: int, ranks: int) -> None:
-    """Does the share of one rank of a job in a build that was prepared; rank 0 leads. Raises as `build_dataset`."""
-    if not folder.exists():  # in the attempt before this the dataset was whole
-        return
-    work, progress = Work(folder), Progress(shown=rank == 0)
-    each = work.asked["workers"]
-    if rank == 0:
-        with _alone(folder, progress):
-            _build(work, each, progress, ranks * each)
-    else:
-        with helpers(folder, rank * each + 1, (rank + 1) * each, ranks * each):
-            follow(work, rank * each, ranks * each)
+def _part_folder(directory: Path, settings: Settings, number: int, count: int) -> Path:
+    """Returns where a part of a dataset lies.
+
+    Raises:
+        DataError: its tokenizer would be its own, or the text is in other parts already.
+    """
+    if settings.tokenizer_sha256 is None:
+        raise DataError("part: give the tokenizer of all parts (--tokenizer), such as one of a build of a sample.")
+    if others := [path for path in directory.glob("part_*_of_*") if not path.name.endswith(f"_of_{count}")]:
+        raise DataError(f"{others[0]}: of another number of parts than {count}. Remove it, or give another folder.")
+    return directory / f"part_{number:0{len(str(count))}}_of_{count}"
 
 
-def _build(work: Work, workers: int, progress: Progress, size: int | None = None) -> None:
-    """Builds what was prepared and puts it in its place; work of hours is kept where an error ends it."""
-    directory, overwrite = Path(work.asked["out"]), work.asked["overwrite"]
-    try:
-        whole = lead(work, workers, size or workers, progress)
-        if _existing(directory, lambda: DatasetInfo.read(whole / DESCRIPTION).settings, overwrite) is None:
-            _move_into_place(whole, directory, overwrite)
-    except DataError:
-        if not any(work.folder.glob("encode-*.json")):
-            shutil.rmtree(work.folder)
-        raise
-    shutil.rmtree(work.folder)
-
-
-def _parts(corpus: Corpus) -> list[list[list[Any]]]:
-    """Returns the files by parts, each with path, name, size and time of change; one part if reading has a limit."""
-    parts, room = [], 0
-    for path, name in corpus.files:
-        file = path.stat()
-        if not parts or (room <= 0 and corpus.max_bytes is None):
-            parts.append([])
-            room = PART_BYTES
-        parts[-1].append([os.path.abspath(path), name, file.st_size, file.st_mtime_ns])
-        room -= file.st_size
-    return parts
-
-
-def _begin(folder: Path, asked: dict[str, Any], progress: Progress) -> None:
-    """Writes what is asked; what was done for the same is kept, what was done for something else removed."""
-    how = {"overwrite": None, "workers": None}
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        if json.loads((folder / ASKED).read_text(encoding="utf-8")) | how == json.loads(json.dumps(asked | how)):
-            progress.say("Going on where an earlier build of the same ended.")
-            write_atomic(folder / ASKED, json.dumps(asked))
-            return
-    for file in folder.iterdir():
-        if file.name != LOCK:
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
-    write_atomic(folder / ASKED, json.dumps(asked))
-
-
-@contextlib.contextmanager
-def _alone(folder: Path, progress: Progress) -> Iterator[Path]:
-    """Holds the lock of a folder that may have to be made first; where another process does, waits for it."""
-    with contextlib.ExitStack() as stack:
-        while True:
-            folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # where it was removed by who was at it
-                lock = stack.enter_context((folder / LOCK).open("a"))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    progress.say(f"Another process is at {folder}: waiting for it.")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                except OSError:  # a file system without locks
-                    pass
-                if os.path.samestat(os.fstat(lock.fileno()), (folder / LOCK).stat()):
-                    break
-        try:
-            yield folder
-        finally:
-            if folder.exists() and [file.name for file in folder.iterdir()] == [LOCK]:
-                shutil.rmtree(folder)
-
-
-def _existing(directory: Path, settings: Callable[[], Settings], overwrite: bool) -> Dataset | None:
+def _existing(directory: Path, settings: Settings, overwrite: bool, hashed: bool = True) -> Dataset | None:
     """Returns the dataset in `directory` if it is the one asked for, None if it may be built (again).
 
     Raises:
@@ -236,7 +171,7 @@ def _existing(directory: Path, settings: Callable[[], Settings], overwrite: bool
         there = Dataset.open(directory)
         if overwrite:
             there.verify()
-        differences = there.info.settings.differences(settings())
+        differences = there.info.settings.differences(settings, hashed)
     except (DataError, ConfigError) as error:
         if overwrite:
             return None
@@ -251,8 +186,11 @@ def _existing(directory: Path, settings: Callable[[], Settings], overwrite: bool
     )
 
 
-def _move_into_place(building: Path, directory: Path, overwrite: bool) -> None:
-    replaced = building.with_name("replaced")
+def _move_into_place(whole: Path, directory: Path, settings: Settings, overwrite: bool) -> None:
     if overwrite and directory.exists():
-        directory.rename(replaced)
-    building.rename(directory)
+        directory.rename(whole.with_name("replaced"))
+    try:
+        whole.rename(directory)
+    except OSError:
+        if _existing(directory, settings, overwrite=False) is None:  # else another build of the same was quicker
+            raise

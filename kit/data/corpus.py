@@ -1,15 +1,18 @@
 """Corpus: the documents of some sources, in a fixed order, exact duplicates dropped."""
 
-import contextlib
+import copy
 import dataclasses
-import functools
 import hashlib
+import itertools
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from cluster.record import Record, field_doc, suggestion
+from cluster.record import Record, counted, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
 from kit.data.readers import FORMATS, LARGEST_DOCUMENT_BYTES, TABLES, TEXT_KEY, file_format, read_texts, too_large
 from kit.data.wheels import file_sha256
@@ -18,6 +21,8 @@ from kit.errors import DataError
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
 """In a path within a data set's folder: `train/data-00000-of-00001.arrow`, `data/test-00000-of-00002.parquet`."""
 
+PIECE_BYTES = 256 * 1024 * 1024
+"""Of files in a piece. A file is in one piece, however large it is."""
 SourcePaths = str | Path | Sequence[str | Path]
 SourceFiles = list[tuple[str, list[tuple[Path, str]]]]
 """Per source its name and its files, each as (path, name)."""
@@ -62,14 +67,13 @@ class Document:
 class Documents:
     """The documents of some files; every iteration reads them again, in the same order.
 
-    After an iteration, `num_duplicates`, `num_empty`, `skipped` and, as far as it is known how many bytes those had,
-    `skipped_bytes` say what was left out of it.
+    After an iteration, `counts` says how many documents and text_bytes it has yielded, how many duplicates, empty and,
+    as far as they are known, skipped_bytes were left out of it, and `skipped` names what could not be read.
     """
 
     def __init__(self, files: list[tuple[Path, str]], max_bytes: int | None, skip_corrupt: bool, text_key: str) -> None:
         self.files, self.max_bytes, self.skip_corrupt, self.text_key = files, max_bytes, skip_corrupt, text_key
-        self.num_duplicates = self.num_empty = self.skipped_bytes = 0
-        self.skipped: list[str] = []
+        self.counts, self.skipped = Counter[str](), list[str]()
 
     def __iter__(self) -> Iterator[Document]:
         """Yields the documents.
@@ -77,27 +81,24 @@ class Documents:
         Raises:
             DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names it.
         """
-        self.num_duplicates = self.num_empty = self.skipped_bytes = 0
-        self.skipped = []
-        seen: set[bytes] = set()
-        total = 0
+        self.counts, self.skipped, seen = Counter[str](), [], set[bytes]()
         for path, file_name in self.files:
             for name, text in read_texts(path, file_name, self._report, self.text_key):
                 document = self._document(name, text)
                 if document is None:
                     continue
                 if document.digest in seen:
-                    self.num_duplicates += 1
+                    self.counts["duplicates"] += 1
                     continue
-                total += document.num_bytes
-                if self.max_bytes is not None and total > self.max_bytes:
+                if self.max_bytes is not None and self.counts["text_bytes"] + document.num_bytes > self.max_bytes:
                     return
+                self.counts.update(documents=1, text_bytes=document.num_bytes)
                 seen.add(document.digest)
                 yield document
 
     def _document(self, name: str, text: str) -> Document | None:
         if not text.strip():
-            self.num_empty += 1
+            self.counts["empty"] += 1
             return None
         try:
             document = Document.of(name, text)
@@ -114,7 +115,7 @@ class Documents:
                 f"(skip_corrupt=True)."
             )
         self.skipped.append(f"{place}: {reason}")
-        self.skipped_bytes += num_bytes
+        self.counts["skipped_bytes"] += num_bytes
 
 
 class Corpus(Documents):
@@ -149,11 +150,51 @@ class Corpus(Documents):
         files = [file for _, files in self.groups for file in files]
         super().__init__(files, max_bytes, skip_corrupt or sources is None, text_key)
 
-    @functools.cached_property
-    def sources(self) -> tuple[Source, ...]:
-        """What the sources hold now: their files are read and hashed."""
-        digests = iter([file_digest(path) for path, _ in self.files])
-        return tuple(source_record(name, files, digests) for name, files in self.groups)
+    def sources(self, hashed: bool = True) -> tuple[Source, ...]:
+        """Returns what the sources hold now; their files are read for that, unless hashes are not wanted."""
+        with ThreadPoolExecutor() as threads:
+            digests = threads.map(file_digest, [path for path, _ in self.files]) if hashed else ()
+            known = dict(zip(self.files, digests, strict=hashed))
+        return tuple(
+            Source(
+                name=name,
+                files=len(files),
+                size_bytes=sum(os.path.getsize(path) for path, _ in files if os.path.exists(path)),
+                sha256=hashlib.sha256("".join(f"{file[1]} {known.get(file)}\n" for file in files).encode()).hexdigest(),
+            )
+            for name, files in self.groups
+        )
+
+    def part(self, number: int, count: int) -> Self:
+        """Returns a part of the files: every `count`-th, from the `number`-th on.
+
+        Raises:
+            DataError: there is no such part, or there are fewer files than parts.
+        """
+        if not 1 <= number <= count <= len(self.files):
+            raise DataError(
+                f"part: {number}/{count} of {counted(len(self.files), 'file')} is not allowed. Give I/N: the I-th of N "
+                f"parts, of which each has a file or more."
+            )
+        part, numbers = copy.copy(self), itertools.count(1 - number)
+        part.groups = [
+            (name, chosen)
+            for name, files in self.groups
+            if (chosen := [file for file in files if next(numbers) % count == 0])
+        ]
+        part.files = [file for _, files in part.groups for file in files]
+        return part
+
+    def pieces(self) -> list[Documents]:
+        """Returns the files by pieces that processes can share; as one if reading has a limit."""
+        pieces, room = list[list[tuple[Path, str]]](), 0
+        for file in self.files:
+            if not pieces or (room <= 0 and self.max_bytes is None):
+                pieces.append([])
+                room = PIECE_BYTES
+            pieces[-1].append(file)
+            room -= file[0].stat().st_size
+        return [Documents(files, self.max_bytes, self.skip_corrupt, self.text_key) for files in pieces]
 
 
 def _local_files(sources: SourcePaths) -> SourceFiles:
@@ -211,16 +252,6 @@ def _without_splits(files: list[Path], root: Path) -> list[Path]:
 
 def _hidden(file: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in file.relative_to(root).parts)
-
-
-def source_record(name: str, files: list[tuple[Path, str]], digests: Iterator[str]) -> Source:
-    """Returns the record of a source, whose files have the next digests."""
-    total, size_bytes = hashlib.sha256(), 0
-    for path, file_name in files:
-        with contextlib.suppress(OSError):
-            size_bytes += path.stat().st_size
-        total.update(f"{file_name} {next(digests)}\n".encode())
-    return Source(name=name, files=len(files), size_bytes=size_bytes, sha256=total.hexdigest())
 
 
 def file_digest(path: Path) -> str:

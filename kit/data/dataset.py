@@ -15,7 +15,6 @@ import numpy as np
 
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
-from kit.data.document_order import DocumentOrder
 from kit.data.readers import TEXT_KEY
 from kit.data.samples import Samples
 from kit.data.token_file import TokenFile, rebuild_hint
@@ -42,14 +41,13 @@ class Settings(Record):
     validation_fraction: float = field_doc("share of the documents held out")
     seed: int = field_doc("which documents are held out, and the order of the others in the file")
     text_key: str = field_doc("what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY)
-    # Absent in datasets of before documents were written in a random order; they are shuffled for each epoch instead.
-    order: Literal["windows", "documents"] = field_doc("what is shuffled for each epoch", default="documents")
+    order: Literal["windows"] = field_doc("what is shuffled for each epoch")
 
-    def differences(self, other: Self) -> list[str]:
-        """Returns one line per field that differs: name, value here, value there."""
+    def differences(self, other: Self, hashed: bool = True) -> list[str]:
+        """Returns one line per field that differs: name, value here, value there; sources by their hashes or sizes."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "sources"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
-        pairs.append(("sources", _summary(self.sources), _summary(other.sources)))
+        pairs.append(("sources", _summary(self.sources, hashed), _summary(other.sources, hashed)))
         return [f"{name}: {mine} there, {theirs} asked" for name, mine, theirs in pairs if mine != theirs]
 
 
@@ -179,12 +177,9 @@ class Dataset:
         return self.info.eos_id
 
     def samples(self, part: Literal["train", "validation"], sequence_length: int, seed: int) -> Samples:
-        """Returns the endless sequences of one part, in the order it was built for; raises as `Windows` and
-        `DocumentOrder` do."""
+        """Returns the endless sequences of one part; raises as `Windows` does."""
         file = self.train if part == "train" else self.validation
-        is_old = self.info.settings.order == "documents"
-        order = DocumentOrder(file, sequence_length, seed) if is_old else Windows([file], sequence_length, seed)
-        return Samples([order], sequence_length)
+        return Samples([Windows([file], sequence_length, seed)], sequence_length)
 
     def held_out_sequences(self, sequence_length: int) -> int:
         """Returns how many different sequences the held-out part has."""
@@ -258,5 +253,9 @@ class Dataset:
         return html_table(f"Dataset {self.directory.name}", self.facts())
 
 
-def _summary(sources: tuple[Source, ...]) -> str:
-    return "; ".join(f"{source.name} ({counted(source.files, 'file')}, {source.sha256[:12]})" for source in sources)
+def _summary(sources: tuple[Source, ...], hashed: bool = True) -> str:
+    return "; ".join(
+        f"{source.name} ({counted(source.files, 'file')}, "
+        f"{source.sha256[:12] if hashed else f'{source.size_bytes:,} bytes'})"
+        for source in sources
+    )

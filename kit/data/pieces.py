@@ -1,203 +1,154 @@
-"""The pieces of work of a build, for any number of processes with its folder in common; done when its .json is there.
+"""The pieces of a build, each done by one process: a survey of some files, their tokens, a block of the dataset.
 
-survey-I: what part I of the text holds. encode-I: its documents as tokens, in runs sorted by the place drawn for each.
-block-I: the training documents of one stretch of places, from all parts. So neither the number of processes nor what
-was killed and done again can be seen in the dataset's bytes.
+Tokens of a piece are put down in runs, each sorted by the places that were drawn for its documents; a block holds one
+stretch of places from all runs. So neither the number of pieces nor that of processes can be seen in the dataset.
 """
 
-import functools
 import json
-import os
-import socket
-import struct
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import NamedTuple
 
 import numpy as np
 
-from cluster.files import replacement, write_atomic
-from kit.data.corpus import Document, Documents, file_digest
-from kit.data.dataset import Settings
+from kit.data.corpus import Document, Documents
 from kit.data.token_file import TokenFileWriter
-from kit.data.tokenizer import Tokenizer, read_tokenizer
-from kit.errors import DataError
+from kit.data.tokenizer import read_tokenizer
 
-BLOCK_BYTES = 256 * 1024 * 1024
-"""Of text in a block, whose tokens are sorted at once."""
-RUN_BYTES = 128 * 1024 * 1024
-"""Of tokens that a part sorts at once."""
+RUN_TOKENS = 32 * 1024 * 1024
+"""That a piece sorts at once."""
 CHUNK_BYTES = 2 * 1024 * 1024
 """Text encoded at a time: enough documents for all cores, few enough for their Python lists of tokens."""
-RECORD = struct.Struct("<d16sqq")
-"""Of a document in a run, before its tokens as int32: its place, digest, bytes of text and bytes of tokens."""
+ROW = np.dtype([("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("begin", "<i8"), ("tokens", "<i8")])
+"""Of a document in a run: its place, digest and bytes of text; where its tokens begin, and how many they are."""
 
-ASKED, SUMMARY, ENCODED = "asked.json", "summary.json", "encoded.json"
-"""What opens each of the three stages: what was asked; what all parts hold, and the tokenizer; that all are encoded."""
-OPENS = {"survey": ASKED, "encode": SUMMARY, "block": ENCODED}
 Advance = Callable[[int], None]
+"""Is told of so many bytes of text that are done."""
 
 
-class Work:
-    """The folder of a build, as each of its processes sees it."""
+class Survey(NamedTuple):
+    """What a piece of the text holds: `drawn` of its documents are held out, `longest` is size and digest of one."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.asked = folder, json.loads((folder / ASKED).read_text(encoding="utf-8"))
-        self.settings = Settings.from_dict(self.asked["settings"])
-        self.parts: list[list[tuple[Path, str]]] = [[(Path(p), n) for p, n, *_ in part] for part in self.asked["parts"]]
-
-    @functools.cached_property
-    def summary(self) -> dict[str, Any]:
-        """What all surveys say together; there once they are done."""
-        return json.loads((self.folder / SUMMARY).read_text(encoding="utf-8"))
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        return read_tokenizer(self.folder / self.summary["tokenizer_file"], self.summary["eos_id"])
-
-    def documents(self, part: int) -> Documents:
-        """Returns the documents of a part, exact duplicates within it dropped."""
-        return Documents(self.parts[part], self.settings.max_bytes, self.asked["skip_corrupt"], self.settings.text_key)
-
-    def sides(self, document: Document) -> tuple[Document | None, Document | None]:
-        """Returns what of a document is trained on and what is held out: of one larger than that share, its end."""
-        is_drawn = document.draw(f"validation {self.settings.seed}") < self.settings.validation_fraction
-        if not is_drawn and document.digest.hex() != self.summary["held_out"]:
-            return document, None
-        if document.num_bytes <= self.summary["held_out_bytes"]:
-            return None, document
-        return document.cut(self.summary["held_out_bytes"])
-
-    def count(self, stage: str) -> int:
-        return self.summary["blocks"] if stage == "block" else len(self.parts)
-
-    def file(self, stage: str, number: int, end: str = ".json") -> Path:
-        return self.folder / f"{stage}-{number}{end}"
-
-    def is_done(self, stage: str, number: int) -> bool:
-        return self.file(stage, number).exists()
-
-    def result(self, stage: str, number: int) -> dict[str, Any]:
-        return json.loads(self.file(stage, number).read_text(encoding="utf-8"))
-
-    def do(self, stage: str, number: int, advance: Advance) -> None:
-        """Does a piece; `advance` is told of each so many bytes of text.
-
-        Raises:
-            DataError: the text cannot be read, or has changed since it was surveyed.
-        """
-        done = {"survey": survey, "encode": encode, "block": write_block}[stage](self, number, advance)
-        write_atomic(self.file(stage, number), json.dumps(done))
+    counts: Counter[str]
+    drawn: int
+    skipped: list[str]
+    longest: tuple[int, str]
 
 
-def survey(work: Work, part: int, advance: Advance) -> dict[str, Any]:
-    """Returns what a part holds: sizes, the extreme draws of its documents, what is left out, hashes of its files."""
-    documents, count, text_bytes, longest, smallest, largest = work.documents(part), 0, 0, (0, ""), 1.0, 0.0
-    for document in documents:
-        count += 1
-        text_bytes += document.num_bytes
-        longest = max(longest, (document.num_bytes, document.digest.hex()))
-        draw = document.draw(f"validation {work.settings.seed}")
-        smallest, largest = min(smallest, draw), max(largest, draw)
-        advance(document.num_bytes)
-    return {
-        "documents": count, "text_bytes": text_bytes, "longest": longest, "smallest": smallest, "largest": largest,
-        "duplicates": documents.num_duplicates, "empty": documents.num_empty, "skipped": documents.skipped,
-        "skipped_bytes": documents.skipped_bytes,
-        "digests": [file_digest(path) for path, _ in work.parts[part]],
-    }  # fmt: skip
+class HeldOut(NamedTuple):
+    """Which documents are held out: those whose draw is below a share, or, where none is, the largest.
 
+    Of one that has more than `most` bytes, only the end is.
+    """
 
-def encode(work: Work, part: int, advance: Advance) -> dict[str, Any]:
-    """Writes a part's training documents as sorted runs and where blocks begin in them, and its held-out documents."""
-    documents, text_bytes, size = 0, 0, 0
-    run, offsets = [], []
-    tokenizer, seed = work.tokenizer, work.settings.seed
-    with (  # whole or not at all: a process that was left behind may be at the same part for a moment
-        replacement(work.file("encode", part, ".runs")) as runs,
-        replacement(work.file("encode", part, ".held")) as held,
-        replacement(work.file("encode", part, ".npy")) as begins,
-    ):
-        for chunk in _chunks(work.documents(part)):
-            documents += len(chunk)
-            sides = [(document, work.sides(document)) for document in chunk]
-            parts = [(part, part is side[1], part is not document) for document, side in sides for part in side if part]
-            for (document, is_held_out, is_cut), ids in zip(
-                parts, tokenizer.encode_batch([part.text for part, *_ in parts]), strict=True
-            ):
-                text_bytes += document.num_bytes
-                if is_held_out:
-                    row = (document.digest.hex(), document.name, document.text, document.num_bytes, is_cut, ids)
-                    held.write(json.dumps(row).encode() + b"\n")
-                else:
-                    tokens = np.asarray([*ids, tokenizer.eos_id], np.int32).tobytes()
-                    run.append((document.draw(f"order {seed}"), document.digest, document.num_bytes, tokens))
-                    size += len(tokens)
-                advance(document.num_bytes)
-            if size >= RUN_BYTES:
-                offsets.append(_put_down(run, runs, work.summary["blocks"]))
-                size = 0
-        offsets.append(_put_down(run, runs, work.summary["blocks"]))
-        np.save(begins, np.asarray(offsets, np.int64))
-    surveyed = work.result("survey", part)
-    if (documents, text_bytes) != (surveyed["documents"], surveyed["text_bytes"]):
-        raise DataError("the text changed while it was read. Build again when nobody writes to the sources.")
-    return {}
+    purpose: str
+    share: float
+    digest: str | None
+    most: int
 
-
-def _put_down(run: list[tuple[float, bytes, int, bytes]], stream: BinaryIO, blocks: int) -> list[int]:
-    """Writes a run in the order of its draws, forgets it, and returns where each block begins, and its end."""
-    run.sort(key=lambda document: document[0])
-    begins = [stream.tell()]
-    for draw, digest, num_bytes, tokens in run:
-        stream.write(RECORD.pack(draw, digest, num_bytes, len(tokens)) + tokens)
-        begins.append(stream.tell())
-    firsts = np.searchsorted([int(draw * blocks) for draw, *_ in run], range(blocks + 1))
-    run.clear()
-    return [begins[first] for first in firsts]
-
-
-def write_block(work: Work, block: int, advance: Advance) -> dict[str, Any]:
-    """Writes the training documents of a block as a token file, in the order of their draws and each once."""
-    found = sorted(_records(work, block), key=lambda document: document[0])  # of equals, in the order of reading
-    seen: set[bytes] = set()
-    duplicates, duplicate_bytes = 0, 0
-    mine = work.file("block", block, f".{socket.gethostname()}-{os.getpid()}")
-    with TokenFileWriter(mine, work.tokenizer.vocab_size) as writer:
-        for _, digest, num_bytes, tokens in found:
-            advance(num_bytes)
-            if digest in seen:
-                duplicates += 1
-                duplicate_bytes += num_bytes
+    def sides(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool, bool]]:
+        """Yields documents and parts of them, each with whether it is held out, and whether it is a part."""
+        for document in documents:
+            if document.draw(self.purpose) >= self.share and document.digest.hex() != self.digest:
+                yield document, False, False
+            elif document.num_bytes <= self.most:
+                yield document, True, False
             else:
-                seen.add(digest)
-                writer.add(tokens)
-    for end in (".bin", ".idx"):
-        mine.with_name(mine.name + end).rename(work.file("block", block, end))
-    kept = sum(num_bytes for _, _, num_bytes, _ in found) - duplicate_bytes
-    return {"documents": len(seen), "text_bytes": kept, "tokens": writer.num_tokens, "duplicates": duplicates}
+                begin, end = document.cut(self.most)
+                yield begin, False, True
+                yield end, True, True
 
 
-def _records(work: Work, block: int) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
-    for part in range(len(work.parts)):
-        offsets = np.load(work.file("encode", part, ".npy"), mmap_mode="r")[:, block : block + 2].tolist()
-        with work.file("encode", part, ".runs").open("rb") as stream:
-            for begin, end in offsets:
-                data, place = os.pread(stream.fileno(), end - begin, begin), 0
-                while place < len(data):
-                    draw, digest, num_bytes, size = RECORD.unpack_from(data, place)
-                    place += RECORD.size + size
-                    yield draw, digest, num_bytes, np.frombuffer(data, np.int32, size // 4, place - size)
-
-
-def _chunks(documents: Documents) -> Iterator[list[Document]]:
-    chunk: list[Document] = []
-    room = CHUNK_BYTES
+def survey(documents: Documents, purpose: str, share: float, advance: Advance) -> Survey:
+    """Returns what a piece holds; a document is held out if what it draws for this purpose is below `share`."""
+    drawn, longest = 0, (0, "")
     for document in documents:
-        chunk.append(document)
-        room -= document.num_bytes
-        if room <= 0:
+        drawn += document.draw(purpose) < share
+        longest = max(longest, (document.num_bytes, document.digest.hex()))
+        advance(document.num_bytes)
+    return Survey(documents.counts, drawn, documents.skipped, longest)
+
+
+def encode(
+    documents: Documents, held_out: HeldOut, order: str, tokenizer: tuple[Path, int], prefix: Path, advance: Advance
+) -> tuple[list[Path], Counter[str]]:
+    """Writes the runs of a piece, and PREFIX.held: its held-out documents, in the order of reading.
+
+    Returns the prefixes of the runs, and what was counted, as for the survey.
+    """
+    runs, run, size = [], [], 0
+    reader = read_tokenizer(*tokenizer)
+    with open(f"{prefix}.held", "w", encoding="utf-8") as held:
+        for chunk in _chunks(held_out.sides(documents)):
+            texts = [document.text for document, *_ in chunk]
+            for (document, is_held_out, is_cut), ids in zip(chunk, reader.encode_batch(texts), strict=True):
+                tokens = [*ids, reader.eos_id]
+                if is_held_out:
+                    row = document.digest.hex(), document.name, document.text, document.num_bytes, is_cut, tokens
+                    held.write(json.dumps(row) + "\n")
+                else:
+                    found = np.array(tokens, np.int32)
+                    run.append((document.draw(order), document.digest, document.num_bytes, found))
+                    size += found.size
+                advance(document.num_bytes)
+            if size >= RUN_TOKENS or (run and not chunk):
+                runs.append(prefix.with_name(f"{prefix.name}-{len(runs)}"))
+                _put_down(run, runs[-1])
+                run, size = [], 0
+    return runs, documents.counts
+
+
+def _chunks(sides: Iterator[tuple[Document, bool, bool]]) -> Iterator[list[tuple[Document, bool, bool]]]:
+    """Yields documents by the chunk; the last is empty."""
+    chunk, size = [], 0
+    for side in sides:
+        chunk.append(side)
+        size += side[0].num_bytes
+        if size >= CHUNK_BYTES:
             yield chunk
-            chunk, room = [], CHUNK_BYTES
-    if chunk:
-        yield chunk
+            chunk, size = [], 0
+    yield from (chunk, [])
+
+
+def _put_down(run: list[tuple[float, bytes, int, np.ndarray]], prefix: Path) -> None:
+    """Writes a run in the order of its draws: PREFIX.bin, its tokens, and PREFIX.npy, a row for each document."""
+    run.sort(key=itemgetter(0, 1))
+    sizes = np.array([tokens.size for *_, tokens in run])
+    begins = np.cumsum(sizes) - sizes
+    rows = [(*known, begin, size) for (*known, _), begin, size in zip(run, begins, sizes, strict=True)]
+    np.save(f"{prefix}.npy", np.array(rows, ROW))
+    with open(f"{prefix}.bin", "wb") as stream:
+        stream.writelines(tokens.data for *_, tokens in run)
+
+
+def write_block(
+    runs: list[Path], places: tuple[float, float], prefix: Path, vocab_size: int, advance: Advance
+) -> Counter[str]:
+    """Writes the documents of a stretch of places as a token file, in their order and each once; returns its sizes."""
+    counts, last = Counter[str](), b""
+    with TokenFileWriter(prefix, vocab_size) as writer:
+        found = [document for run in runs for document in _documents(run, places)]
+        for _, digest, num_bytes, tokens in sorted(found, key=itemgetter(0, 1)):
+            advance(num_bytes)
+            if digest == last:
+                counts["duplicates"] += 1
+                continue
+            writer.add(tokens)
+            counts.update(documents=1, text_bytes=num_bytes)
+            last = digest
+    return counts
+
+
+def _documents(run: Path, places: tuple[float, float]) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
+    """Yields place, digest, bytes and tokens of the documents of a run that have one of these places."""
+    rows = np.load(f"{run}.npy", mmap_mode="r")
+    first, end = (bisect_left(rows["draw"], place) for place in places)
+    if first < end:
+        rows = rows[first:end]
+        begins = rows["begin"] - rows["begin"][0]
+        tokens = np.fromfile(f"{run}.bin", np.int32, rows["tokens"].sum(), offset=4 * rows["begin"][0])
+        known = (rows[name].tolist() for name in ("draw", "digest", "bytes"))
+        yield from zip(*known, np.split(tokens, begins[1:]), strict=True)

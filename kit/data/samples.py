@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kit.data.document_order import DocumentOrder
 from kit.data.windows import Windows
 from kit.errors import DataError
 
@@ -20,7 +19,7 @@ class Samples:
 
     def __init__(
         self,
-        sources: Sequence[Windows | DocumentOrder],
+        sources: Sequence[Windows],
         sequence_length: int,
         phases: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:

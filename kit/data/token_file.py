@@ -7,6 +7,7 @@ document and, last, the number of sequences. Here every document is one sequence
 Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files are equal to its own, byte for byte.
 """
 
+import array
 import functools
 import os
 import shutil
@@ -26,7 +27,6 @@ HEADER = struct.Struct("<9sQBQQ")
 OTHER_MAGIC = {b"TNTIDX\x00\x00": "fairseq's older `lazy` and `cached`"}
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LARGEST_UINT16_VOCAB = 65_536
-DOCUMENTS_PER_PART = 1 << 20
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -42,16 +42,14 @@ def rebuild_hint(directory: Path) -> str:
 class TokenFileWriter:
     """Writes `PREFIX.bin` and, when it closes, `PREFIX.idx`, document by document. Tokens are below `vocab_size`.
 
-    A context manager: after an exception inside, no file is left.
+    A context manager: after an exception inside, no file is left. Memory: 4 bytes a document, and 30 as it closes.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self.num_tokens = self._documents = 0
         self._bin, self._idx = _paths(Path(prefix))
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._stream, self._index = self._bin.open("wb"), self._idx.open("w+b")
-        self._index.write(bytes(HEADER.size))  # it is known in the end
+        self._vocab_size, self._dtype = vocab_size, token_dtype(vocab_size)
+        self._lengths, self.num_tokens = array.array("i"), 0
+        self._stream = self._bin.open("wb")
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Appends one document.
@@ -59,53 +57,40 @@ class TokenFileWriter:
         Raises:
             DataError: a token is negative or not below the vocabulary.
         """
-        array = np.asarray(tokens)
-        if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
-            outside = array.min() if array.min() < 0 else array.max()
+        found = np.asarray(tokens)
+        if found.size and (found.min() < 0 or found.max() >= self._vocab_size):
+            outside = found.min() if found.min() < 0 else found.max()
             raise DataError(
-                f"{self._bin.name}: token {outside} in document {self._documents} is not in the vocabulary "
+                f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the vocabulary "
                 f"of {self._vocab_size:,}. Use the tokenizer that this vocabulary size belongs to."
             )
-        self._stream.write(array.astype(self._dtype, copy=False).tobytes())
-        self._index.write(struct.pack("<i", array.size))
-        self._documents += 1
-        self.num_tokens += array.size
+        self._stream.write(found.astype(self._dtype, copy=False).tobytes())
+        self._lengths.append(found.size)
+        self.num_tokens += found.size
 
     def append(self, file: "TokenFile") -> None:
         """Appends all documents of a file whose tokens are of this type."""
         with file.prefix.with_name(f"{file.prefix.name}.bin").open("rb") as stream:
             shutil.copyfileobj(stream, self._stream, 1 << 24)
-        self._index.write(np.diff(file.document_starts).astype("<i4").tobytes())
-        self._documents += file.num_documents
+        self._lengths.frombytes(np.diff(file.document_starts).astype(np.intc).tobytes())
         self.num_tokens += file.num_tokens
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        with self._stream, self._index:
-            if error_type is None:
-                self._finish_index()
+        self._stream.close()
         if error_type is not None:
             self._bin.unlink()
-            self._idx.unlink()
-
-    def _finish_index(self) -> None:
-        """Adds to the lengths what follows from them, a part at a time: they may be more than memory holds."""
-        end = 0
-        for first in range(0, self._documents, DOCUMENTS_PER_PART):
-            self._index.seek(HEADER.size + 4 * first)
-            lengths = np.frombuffer(self._index.read(4 * min(DOCUMENTS_PER_PART, self._documents - first)), "<i4")
-            ends = end + np.cumsum(lengths * np.int64(self._dtype.itemsize))
-            self._index.seek(0, os.SEEK_END)
-            self._index.write(np.concatenate(([end], ends[:-1])).astype("<i8").tobytes())
-            end = int(ends[-1])
-        for first in range(0, self._documents + 1, DOCUMENTS_PER_PART):
-            part = np.arange(first, min(first + DOCUMENTS_PER_PART, self._documents + 1), dtype="<i8")
-            self._index.write(part.tobytes())
+            return
+        lengths = np.array(self._lengths, "<i4")
+        size = lengths * np.int64(self._dtype.itemsize)
         code = next(code for code, dtype in TYPE_CODES.items() if dtype == self._dtype)
-        self._index.seek(0)
-        self._index.write(HEADER.pack(MAGIC, VERSION, code, self._documents, self._documents + 1))
+        with self._idx.open("wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, code, lengths.size, lengths.size + 1))
+            index.write(lengths.tobytes())
+            index.write((np.cumsum(size) - size).astype("<i8").tobytes())
+            index.write(np.arange(lengths.size + 1, dtype="<i8").tobytes())
 
 
 class TokenFile:

@@ -29,8 +29,16 @@ class Windows:
         Raises:
             DataError: a file has fewer than `sequence_length` + 1 tokens, or the seed is not in 0 .. 2^32 - 1.
         """
-        for file in files:
-            check_windows(file, sequence_length, seed)
+        if not 0 <= seed <= LARGEST_SEED:
+            raise DataError(f"seed: {seed} is not allowed. Give 0 to {LARGEST_SEED}.")
+        if sequence_length < 1:
+            raise DataError(f"sequence_length: {sequence_length} is not allowed. Give a number above 0.")
+        if short := [file for file in files if file.num_tokens <= sequence_length]:
+            raise DataError(
+                f"sequence_length: {sequence_length:,} needs at least {sequence_length + 1:,} tokens, but "
+                f"{short[0].prefix.name}.bin holds {short[0].num_tokens:,}. "
+                f"Give at most {short[0].num_tokens - 1:,}, or build the dataset from more text."
+            )
         self._files, self._length, self._key = files, sequence_length, (seed, source)
         self._bounds = np.cumsum([0, *((file.num_tokens - 1) // sequence_length for file in files)])
         self.epoch_sequences = int(self._bounds[-1])
@@ -81,17 +89,3 @@ def _cipher(numbers: np.ndarray, sides: np.ndarray, keys: np.ndarray) -> np.ndar
         mixed ^= mixed >> np.uint64(31)
         halves[i % 2] = (halves[i % 2] + mixed % sides[i % 2]) % sides[i % 2]
     return halves[0] * sides[1] + halves[1]
-
-
-def check_windows(token_file: TokenFile, sequence_length: int, seed: int) -> None:
-    """Raises DataError unless the file has a window of `sequence_length` + 1 tokens and the seed is in range."""
-    if not 0 <= seed <= LARGEST_SEED:
-        raise DataError(f"seed: {seed} is not allowed. Give 0 to {LARGEST_SEED}.")
-    if sequence_length < 1:
-        raise DataError(f"sequence_length: {sequence_length} is not allowed. Give a number above 0.")
-    if token_file.num_tokens <= sequence_length:
-        raise DataError(
-            f"sequence_length: {sequence_length:,} needs at least {sequence_length + 1:,} tokens, but "
-            f"{token_file.prefix.name}.bin holds {token_file.num_tokens:,}. "
-            f"Give at most {token_file.num_tokens - 1:,}, or build the dataset from more text."
-        )

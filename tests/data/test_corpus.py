@@ -49,7 +49,7 @@ def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
     corpus = Corpus(write_jsonl(tmp_path / "a.jsonl", rows))
     for _ in range(2):
         assert [document.text for document in corpus] == ["one", "two", "three"]
-        assert (corpus.num_duplicates, corpus.num_empty) == (2, 2)
+        assert (corpus.counts["duplicates"], corpus.counts["empty"]) == (2, 2)
 
 
 DAMAGED_LINES = {
@@ -222,10 +222,10 @@ def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
 def test_source_hash_depends_on_the_content(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("one")
-    first = Corpus(file).sources
-    assert Corpus(file).sources == first
+    first = Corpus(file).sources()
+    assert Corpus(file).sources() == first
     file.write_text("two")
-    assert Corpus(file).sources != first
+    assert Corpus(file).sources() != first
 
 
 def test_default_corpus_is_the_installation(tmp_path):
@@ -233,7 +233,7 @@ def test_default_corpus_is_the_installation(tmp_path):
     documents = list(corpus)
     assert [document.name for document in documents] == [document.name for document in corpus]
     assert 1_500_000 < sum(document.num_bytes for document in documents) <= 2_000_000
-    assert {"language reference", "standard library"} <= {source.name for source in corpus.sources}
+    assert {"language reference", "standard library"} <= {source.name for source in corpus.sources()}
     assert any(document.name == "pydoc_data/topics.py:lambda" for document in documents)
 
 

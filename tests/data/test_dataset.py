@@ -91,7 +91,7 @@ def test_held_out_documents_do_not_shape_the_tokenizer(built):
 
 
 def test_a_large_corpus_trains_the_tokenizer_on_a_sample(built, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.lead.TOKENIZER_BYTES", Dataset.open(built).info.train.text_bytes // 2)
+    monkeypatch.setattr("kit.data.steps.TOKENIZER_BYTES", Dataset.open(built).info.train.text_bytes // 2)
     sampled = build_dataset(tmp_path / "sampled", text, **QUIET)
     assert sampled.tokenizer().sha256 != Dataset.open(built).tokenizer().sha256
     assert sampled.info.train.documents == Dataset.open(built).info.train.documents
@@ -112,7 +112,7 @@ def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypat
         own.write_text(text.read_text() + '{"text": "one more"}')
         return tokenizer
 
-    monkeypatch.setattr("kit.data.lead.train_tokenizer", train_and_append)
+    monkeypatch.setattr("kit.data.steps.train_tokenizer", train_and_append)
     with pytest.raises(DataError, match="the text changed while it was read"):
         build_dataset(tmp_path / "data", own, **QUIET)
     assert list(tmp_path.iterdir()) == [own]
@@ -136,21 +136,12 @@ def test_training_documents_are_written_in_a_random_order(built, text, tmp_path,
     assert texts(dataset) == sorted(texts(dataset), key=draws.__getitem__)
     read = [list(draws).index(text) for text in texts(dataset)]
     assert abs(np.corrcoef(read[:-1], read[1:])[0, 1]) < 0.4
-    monkeypatch.setattr("kit.data.pieces.BLOCK_BYTES", 500)
-    monkeypatch.setattr("kit.data.pieces.RUN_BYTES", 300)
-    monkeypatch.setattr("kit.data.token_file.DOCUMENTS_PER_PART", 7)
+    monkeypatch.setattr("kit.data.steps.BLOCK_BYTES", 500)
+    monkeypatch.setattr("kit.data.pieces.RUN_TOKENS", 75)
+    monkeypatch.setattr("kit.data.pieces.CHUNK_BYTES", 300)
     assert contents(build_dataset(tmp_path / "blocks", text, **QUIET).directory) == contents(built)
     other = build_dataset(tmp_path / "other", text, **QUIET, seed=5)
     assert [text for text in texts(other) if text in texts(dataset)] != texts(dataset)
-
-
-def test_a_dataset_in_the_older_order_is_replaced_only_when_asked(copy, built, text):
-    told = json.loads((copy / "dataset.json").read_text())
-    del told["settings"]["order"]
-    (copy / "dataset.json").write_text(json.dumps(told))
-    with pytest.raises(DataError, match="other settings: order: documents there, windows asked. Nothing was changed"):
-        build_dataset(copy, text, **QUIET)
-    assert contents(build_dataset(copy, text, **QUIET, overwrite=True).directory) == contents(built)
 
 
 def test_seed_and_fraction_choose_what_is_held_out(built, text, tmp_path):
