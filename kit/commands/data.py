@@ -84,9 +84,7 @@ def _part(word: str | None, site: str | None) -> tuple[int, int]:
     return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
 
 
-def _submit(
-    out: Path, count: int, name: str, minutes: float | None, words: list[str], parts: list[int]
-) -> str:
+def _submit(out: Path, count: int, name: str, minutes: float | None, words: list[str], parts: list[int]) -> str:
     """Sends some parts of a dataset to a site, each for a node, and returns what was done in words."""
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:

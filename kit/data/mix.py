@@ -10,7 +10,7 @@ from kit.data.samples import PERIOD, Samples, Turns
 from kit.data.token_file import TokenFile
 from kit.data.windows import Windows
 from kit.errors import DataError
-from kit.recipe import Recipe
+from kit.recipe import DataSource, Recipe
 
 
 def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
@@ -87,11 +87,15 @@ def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float
 
 
 def located(recipe: Recipe) -> Recipe:
-    """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that match it now."""
-    shards = [[shard for path in source.paths for shard in _shards(path)] for source in recipe.sources]
-    sources = [source.replace(paths=paths) for source, paths in zip(recipe.sources, shards, strict=True)]
+    """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that match it now.
+
+    Without sources, datasets that match `data` are one source; the first of them has tokenizer and held-out text.
+    """
+    folders = _shards(recipe.data)
+    asked = recipe.sources or (DataSource(paths=tuple(folders)),) * (len(folders) > 1)
+    sources = [source.replace(paths=[shard for path in source.paths for shard in _shards(path)]) for source in asked]
     begin = recipe.init_from and str(Path(recipe.init_from).expanduser().resolve())
-    return recipe.replace(data=str(Path(recipe.data).expanduser().resolve()), sources=sources, init_from=begin)
+    return recipe.replace(data=folders[0], sources=sources, init_from=begin)
 
 
 def _shards(path: str) -> list[str]:

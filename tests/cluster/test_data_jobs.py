@@ -1,15 +1,15 @@
-"""`kit data build --site`: the text shared out over the nodes of a job, on the real Slurm of the sandbox."""
+"""`kit data build --part all/N --site`: a node for each part, on the real Slurm of the sandbox."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from cluster.job import Job
-from cluster.state import JobError, JobState
+from cluster.state import JobError
 from kit.commands.app import app
 from kit.data import Dataset, build_dataset
-from kit.errors import ConfigError
+from kit.errors import ConfigError, DataError
+from tests.cluster.waiting import eventually
 
 
 @pytest.fixture
@@ -22,49 +22,65 @@ def text(tmp_path) -> Path:
     return folder
 
 
-def build(out: Path, text: Path, tokenizer: Path, site: Path | str, *words: str) -> None:
-    asked = ["data", "build", str(out), "--source", str(text), "--tokenizer", str(tokenizer), "--site", str(site)]
+@pytest.fixture
+def tokenizer(text, tmp_path) -> Path:
+    return build_dataset(tmp_path / "sample", text, vocab_size=260, progress=False).directory / "tokenizer.json"
+
+
+def build(out: Path, text: Path, tokenizer: Path, *words: str) -> None:
+    asked = [
+        "data",
+        "build",
+        str(out),
+        "--source",
+        str(text),
+        "--tokenizer",
+        str(tokenizer),
+        "--validation-fraction=.1",
+    ]
     app([*asked, *words], standalone_mode=False)
 
 
-def test_ranks_of_a_job_build_what_one_process_does(sandbox, site, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.build.PART_BYTES", 1)
-    tokenizer = (
-        build_dataset(tmp_path / "whole", text, vocab_size=260, workers=1, progress=False).directory / "tokenizer.json"
-    )
-    build_dataset(tmp_path / "again", text, tokenizer, progress=False, workers=1)
-    build(tmp_path / "data", text, tokenizer, sandbox.site_file, "--nodes", "2", "--workers", "2")
-    job = Job.attach(tmp_path / "data-build")
-    with pytest.raises(JobError, match="in use"):
-        build(tmp_path / "data", text, tokenizer, sandbox.site_file)
-    assert job.wait(120).state is JobState.DONE, job.logs()
-    assert job.spec.num_nodes == 2
-    for file in (tmp_path / "again").iterdir():
-        assert (tmp_path / "data" / file.name).read_bytes() == file.read_bytes(), file.name
-    Dataset.open(tmp_path / "data").verify()
-    assert not list(tmp_path.glob(".*.building"))
-    build(tmp_path / "data", text, tokenizer, sandbox.site_file)  # it is there: no job
-    assert Job.attach(tmp_path / "data-build").status().attempt == 1
+def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, site, text, tokenizer, tmp_path, capsys):
+    """As one by one here. A task that is cancelled and one that cannot read its files are sent again, no others."""
+    data, told = tmp_path / "data", f"--site={sandbox.site_file}"
+    whole = (text / "5.jsonl").read_text()
+    (text / "5.jsonl").write_text(whole + '\n{"text"')
+    everything = ("--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
+    other = sandbox.run("sbatch", "--parsable", *everything).strip()
+    build(data, text, tokenizer, "--part=all/3", told)
+    array = capsys.readouterr().out.split("3 parts of 3 sent as job ")[1].split(";")[0]
+    with pytest.raises(JobError, match=f"job {array} of this folder is still in the queue"):
+        build(data, text, tokenizer, "--part=all/3", told)
+    sandbox.run("scancel", f"{array}_1", other)
+    assert eventually(lambda: not sandbox.run("squeue", "--noheader"), 120)
+    assert "5.jsonl:51: not valid JSON" in (data / "logs" / "task-3.log").read_text()
+    assert sorted(path.name for path in data.iterdir()) == ["array.sh", "logs", "part_2_of_3"]
+    (text / "5.jsonl").write_text(whole)
+    build(data, text, tokenizer, "--part=all/3", told)
+    assert "2 parts of 3 sent as job" in capsys.readouterr().out
+    assert eventually(lambda: not sandbox.run("squeue", "--noheader"), 120)
+    for number in (1, 2, 3):
+        build(tmp_path / "here", text, tokenizer, f"--part={number}/3")
+        there = data / f"part_{number}_of_3"
+        Dataset.open(there).verify()
+        for file in (tmp_path / "here" / there.name).iterdir():
+            assert (there / file.name).read_bytes() == file.read_bytes(), file
+    build(data, text, tokenizer, "--part=all/3", told)
+    assert "All 3 parts are in" in capsys.readouterr().out
 
 
-def test_what_a_job_cannot_read_ends_it_with_the_reason(sandbox, site, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("kit.data.build.PART_BYTES", 1)
-    tokenizer = (
-        build_dataset(tmp_path / "whole", text, vocab_size=260, workers=1, progress=False).directory / "tokenizer.json"
-    )
-    with (text / "5.jsonl").open("a") as stream:
-        stream.write('\n{"text"')
-    build(tmp_path / "data", text, tokenizer, sandbox.site_file, "--nodes", "2")
-    status = Job.attach(tmp_path / "data-build").wait(120)
-    assert status.state is JobState.FAILED and "5.jsonl:51: not valid JSON" in status.reason and status.attempt == 1
-
-
-def test_what_no_job_can_build_is_refused(text, tmp_path):
-    with pytest.raises(ConfigError, match="this machine alone. Leave it out and give --workers"):
-        build(tmp_path / "data", text, tmp_path, "laptop")
-    with pytest.raises(ConfigError, match="give --source, and --tokenizer"):
-        app(["data", "build", str(tmp_path / "data"), "--site", "frontier"], standalone_mode=False)
-    tokenizer = build_dataset(tmp_path / "a" / "whole", text, vocab_size=260, progress=False).directory
+def test_what_no_site_can_build_is_refused(text, tokenizer, tmp_path):
+    data = tmp_path / "data"
+    for words in ("--site=frontier", "--part=all/3", "--part=3", "--part=1/3 --site=frontier"):
+        with pytest.raises(
+            ConfigError, match="--part: .* is not allowed. Give I/N, such as 3/12, or all/N with --site"
+        ):
+            build(data, text, tokenizer, *words.split())
+    with pytest.raises(ConfigError, match="--site laptop: parts are built by Slurm alone"):
+        build(data, text, tokenizer, "--part=all/3", "--site=laptop")
+    with pytest.raises(DataError, match="part: give the tokenizer of all parts"):
+        app(["data", "build", str(data), "--part=all/3", "--site=frontier"], standalone_mode=False)
     with pytest.raises(ConfigError, match="site.slurm.account: still 'EDIT'"):
-        build(tmp_path / "data", text, tokenizer, "frontier")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "text"]
+        build(data, text, tokenizer, "--part=all/3", "--site=frontier")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sample", "text"]

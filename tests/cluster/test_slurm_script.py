@@ -194,6 +194,18 @@ def test_frontier_uses_sockets_on_one_node(portable):
     assert exports(scripts(job, frontier())["submit.sh"])["NCCL_NET"] == "Socket"
 
 
+def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_path):
+    job = training_job("web", tensor=8, pipeline=1, data=1, num_nodes=1)
+    job = job.replace(argv=("/bin/echo", "it's $HOME", "--part"), working_directory=str(tmp_path))
+    site, quiet = frontier(), "module() { true; }; SLURM_ARRAY_TASK_ID=2; "
+    script = slurm_script.array_script(job, site, site.slurm, 12)
+    options = directives(script)
+    assert (options["--nodes"], options["--account"], options["--time"]) == ("1", "abc123", "02:00:00")
+    assert options["--output"] == "logs/task-%a.log" and "--requeue" in options and "--signal" not in options
+    said = subprocess.run(["bash", "-c", quiet + script], capture_output=True, text=True, check=True).stdout
+    assert said == "it's $HOME --part 2/12\n"
+
+
 # Variables of the released launch scripts, github.com/awslabs/HLAT, 7b/ and 70b/.
 HLAT_COMMON = {
     "NEURON_CC_FLAGS": "--model-type transformer --distribution-strategy=llm-training",

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.process import child_pids
 from kit.data import Dataset, build_dataset
+from kit.data.build import unbuilt_parts
 from kit.errors import DataError
 
 QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
@@ -117,3 +119,55 @@ def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, cap
     monkeypatch.setattr("kit.data.team.TELL_EVERY_S", 0)
     build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
     assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path):
+    """On what is held out; together they hold its documents, and what is in two of them in both."""
+    (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
+    given = {"validation_fraction": 0.2, "progress": False}
+    parts = [
+        build_dataset(tmp_path / "data", text, tmp_path / "tokenizer.json", part=(i, 3), **given) for i in (1, 2, 3)
+    ]
+    assert [part.directory.name for part in parts] == [f"part_{i}_of_3" for i in (1, 2, 3)]
+    assert [part.info.settings.sources[0].files for part in parts] == [2, 2, 1]
+    held_out = [{row.text for row in part.validation_documents()} for part in parts]
+    expected = {row["text"] for row in map(json.loads, whole["validation.jsonl"].splitlines())}
+    assert set.union(*held_out) == expected
+    trained = [{tuple(part.train.document(i)) for i in range(part.train.num_documents)} for part in parts]
+    alone = build_dataset(tmp_path / "whole", text, tmp_path / "tokenizer.json", **given).train
+    assert set.union(*trained) == {tuple(alone.document(i)) for i in range(alone.num_documents)}
+    assert sum(map(len, trained)) == alone.num_documents + 2 * len(set.intersection(*trained))
+    again = build_dataset(tmp_path / "again", text, tmp_path / "tokenizer.json", part=(2, 3), **given)
+    assert contents(again) == contents(parts[1])
+
+
+def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
+
+    def refused(message: str, part: tuple[int, int], tokenizer: Path | None = tmp_path / "tokenizer.json") -> None:
+        with pytest.raises(DataError, match=message):
+            build_dataset(tmp_path / "data", text, tokenizer, progress=False, part=part)
+
+    for part in ((0, 3), (4, 3), (1, 6)):
+        refused(f"part: {part[0]}/{part[1]} of 5 files is not allowed. Give I/N", part)
+    refused("part: give the tokenizer of all parts", (1, 3), None)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+    (tmp_path / "data" / "part_1_of_4").mkdir(parents=True)
+    refused("part_1_of_4: of another number of parts than 3. Remove it", (1, 3))
+
+
+def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
+    """By settings, names and sizes of files; other settings are refused as for any dataset."""
+    source = Path(shutil.copytree(text, tmp_path / "text"))
+    (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
+    asked = {
+        "sources": source, "tokenizer": tmp_path / "tokenizer.json", "vocab_size": None, "max_bytes": None,
+        "validation_fraction": 0.2, "seed": 1234, "skip_corrupt": False, "text_key": "text",
+    }  # fmt: skip
+    assert unbuilt_parts(tmp_path / "data", 3, **asked) == [1, 2, 3]
+    build_dataset(tmp_path / "data", progress=False, part=(2, 3), **asked)
+    assert unbuilt_parts(tmp_path / "data", 3, **asked) == [1, 3]
+    for changed in (asked | {"seed": 1}, asked | {"sources": [source / "0.jsonl", source]}):
+        with pytest.raises(DataError, match="part_2_of_3: holds a dataset with other settings: (seed|sources)"):
+            unbuilt_parts(tmp_path / "data", 3, **changed)
+        assert unbuilt_parts(tmp_path / "data", 3, overwrite=True, **changed) == [1, 2, 3]

@@ -95,6 +95,19 @@ def test_folders_of_the_kit_are_shards_too(tiny_dataset, tmp_path):
     assert training_samples(recipe, 16).epochs(windows) == [0.5]
 
 
+def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
+    """By a pattern alone; the first part has tokenizer and held-out text. A plain folder stays as it is."""
+    for i in range(2):
+        shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}_of_2")
+    recipe = located(Recipe(data=f"{tmp_path}/part_*", num_steps=10))
+    assert recipe.data == str(tmp_path / "part_0_of_2")
+    assert recipe.sources == (DataSource(paths=(recipe.data, str(tmp_path / "part_1_of_2"))),)
+    windows = (tiny_dataset.train.num_tokens - 1) // 16
+    assert training_samples(recipe, 16).epochs(windows) == [0.5] and located(recipe) == recipe
+    plain = located(Recipe(data=str(tiny_dataset.directory), num_steps=10))
+    assert plain.data == str(tiny_dataset.directory) and not plain.sources
+
+
 def test_another_vocabulary_is_refused(tiny_dataset, tmp_path):
     def refused(path: Path, message: str) -> None:
         with pytest.raises(DataError, match=message):

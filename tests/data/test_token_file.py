@@ -1,15 +1,22 @@
 """Token files: equal to megatron-core's byte for byte, and damage is told with numbers."""
 
 import hashlib
+import itertools
+import json
+import shutil
+import struct
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.data import located, training_samples
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
+from kit.recipe import DataSource, Recipe
 
 VOCAB_SIZES = [32_000, 65_536, 65_537, 131_072]
 
@@ -68,6 +75,56 @@ def test_documents_of_several_sequences_are_joined(tmp_path):
     builder.finalize(str(tmp_path / "x.idx"))
     file = TokenFile(tmp_path / "x")
     assert [file.document(i).tolist() for i in range(file.num_documents)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
+    """Writes documents of sequences byte by byte: magic, version, type, counts, lengths, offsets, first sequences."""
+    form, size = {4: ("<i", 4), 8: ("<H", 2)}[code]
+    sequences = [sequence for document in documents for sequence in document]
+    firsts = [0, *itertools.accumulate(len(document) for document in documents)]
+    offsets = [0, *itertools.accumulate(size * len(sequence) for sequence in sequences)]
+    words = [struct.pack("<i", len(sequence)) for sequence in sequences]
+    words += [struct.pack("<q", number) for number in (*offsets[:-1], *firsts)]
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts))
+    prefix.with_name(prefix.name + ".idx").write_bytes(head + b"".join(words))
+    tokens = [struct.pack(form, token) for sequence in sequences for token in sequence]
+    prefix.with_name(prefix.name + ".bin").write_bytes(b"".join(tokens))
+
+
+@pytest.mark.parametrize("names", ["web_{}_text_document", "web_0000{}_tokens"], ids=["preprocess_data", "datatrove"])
+@pytest.mark.parametrize("code", [4, 8])
+def test_shards_of_other_tools_are_read_as_they_are(tiny_dataset, tmp_path, names, code):
+    """`preprocess_data` of Megatron-LM, with sentences apart, and datatrove's `MegatronDocumentTokenizer`."""
+    info = tiny_dataset.info
+    if code == 4:  # a vocabulary above 65,536
+        shutil.copytree(tiny_dataset.directory, tmp_path / "data")
+        told = json.loads((tmp_path / "data" / "dataset.json").read_text()) | {"dtype": "int32"}
+        (tmp_path / "data" / "dataset.json").write_text(json.dumps(told))
+    shards = [[[[5, 6, 7], [8]], [], [[9] * 20]], [[[10 + i for i in range(40)]]], [[[60], [61]], [[62] * 30]]]
+    for i, documents in enumerate(shards):
+        as_published(tmp_path / names.format(i), documents, code)
+        file = TokenFile(tmp_path / names.format(i))
+        joined = [[token for sequence in document for token in sequence] for document in documents]
+        assert [file.document(j).tolist() for j in range(file.num_documents)] == joined
+        assert file.dtype == {4: np.int32, 8: np.uint16}[code] and max(map(max, filter(None, joined))) < info.vocab_size
+    data = str(tmp_path / "data" if code == 4 else tiny_dataset.directory)
+    recipe = located(Recipe(data=data, num_steps=1, sources=[DataSource(paths=(f"{tmp_path}/web_*",))]))
+    assert len(recipe.sources[0].paths) == 3
+    windows = [(sum(map(len, itertools.chain(*documents))) - 1) // 4 for documents in shards]
+    samples = training_samples(recipe, 4)
+    assert samples.epochs(sum(windows)) == [1.0]
+    read = samples.batch(0, sum(windows))
+    assert sorted(read[:, 0].tolist())[:2] == [5, 9] and np.count_nonzero(np.isin(read[:, 0], range(10, 60))) == 9
+
+
+def test_megatron_core_reads_the_same_of_them(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    as_published(tmp_path / "x", [[[1, 2], [3]], [], [[4, 5, 6]]], 8)
+    theirs, ours = megatron.IndexedDataset(str(tmp_path / "x")), TokenFile(tmp_path / "x")
+    assert theirs.document_indices.tolist() == [0, 2, 2, 3] and ours.num_documents == 3
+    assert np.concatenate([theirs[i] for i in range(len(theirs))]).tolist() == ours.tokens.tolist()
 
 
 def test_type_is_the_smallest_that_fits():
