@@ -37,7 +37,8 @@ class Recipe(Record):
     """Optimizer, learning-rate schedule, data and checkpoint cadence of one run."""
 
     data: str = field_doc(
-        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training text"
+        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training text; "
+        "or a pattern of its parts (web/part_*), which are read as one"
     )
     num_steps: int = field_doc("optimizer steps of the whole run")
     learning_rate: float = field_doc("peak learning rate", default=3e-4)

@@ -24,27 +24,35 @@ def data_build(
     out: Annotated[Path, typer.Argument(help="folder to make")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(
-            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, or a folder of them; default: Python's texts"
-        ),
+        typer.Option(help=".txt (each one document), .jsonl(.gz, .zst), .parquet, or a folder"),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, .model or folder; default: train one")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="of a trained tokenizer; default 4096")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="tokenizer.json, .model or folder; default: train one"),
+    ] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="of a trained one; default 4096")] = None,
     max_megabytes: Annotated[float | None, typer.Option(help="of text to read")] = None,
     validation_fraction: Annotated[
-        float, typer.Option(help="of the documents, held out whole; of one larger than that, its end")
+        float,
+        typer.Option(help="of the documents, held out whole; of one larger than that, its end"),
     ] = 0.02,
-    text_key: Annotated[str, typer.Option(help="key of a .jsonl object, or column of a table")] = "text",
+    text_key: Annotated[str, typer.Option(help="key of a .jsonl object, or column")] = "text",
     skip_corrupt: Annotated[
-        bool, typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json")
+        bool,
+        typer.Option("--skip-corrupt", help="leave out what cannot be read, named in dataset.json"),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace another dataset in that folder")] = False,
-    workers: Annotated[int | None, typer.Option(help="processes; default: one for each core")] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="replace another dataset in that folder"),
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="processes; default: one a core")] = None,
     part: Annotated[
-        str | None, typer.Option(help="I/N: the I-th of N parts, every N-th file; with --site all/N", metavar="I/N")
+        str | None,
+        typer.Option(metavar="I/N", help="the I-th of N parts: every N-th file; all/N with --site"),
     ] = None,
     site: Annotated[
-        str | None, typer.Option(help="build all parts, each on a node of a Slurm site: a name or a .toml file")
+        str | None,
+        typer.Option(help="build all parts on Slurm, a node for each: a name or a .toml file"),
     ] = None,
     minutes: MinutesOption = None,
     as_json: JsonOption = False,
@@ -55,22 +63,28 @@ def data_build(
     number, count = _part(part, site)
     if max_megabytes is not None and not 0 < max_megabytes < 1e12:
         raise ConfigError(f"--max-megabytes {max_megabytes:g}: not allowed. Give a number above 0.")
-    asked: dict[str, Any] = {
-        "sources": source, "tokenizer": tokenizer, "vocab_size": vocab_size, "seed": 1234,
-        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6), "text_key": text_key,
-        "validation_fraction": validation_fraction, "skip_corrupt": skip_corrupt, "overwrite": overwrite,
-    }  # fmt: skip
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "validation_fraction": validation_fraction,
+        "text_key": text_key,
+    }
+    asked = {
+        **given,
+        "sources": source,
+        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6),
+        "seed": 1234,
+        "skip_corrupt": skip_corrupt,
+        "overwrite": overwrite,
+    }
     if site is None:
         each = (number, count) if part else None
         dataset = build_dataset(out, progress=not as_json, workers=workers, part=each, **asked)
         tell(dataset.info.to_dict(), as_json, facts_table(str(dataset.directory), dataset.facts()))
         return
-    given = {
-        "--tokenizer": tokenizer, "--vocab-size": vocab_size, "--max-megabytes": max_megabytes,
-        "--validation-fraction": validation_fraction, "--text-key": text_key, "--workers": workers,
-    }  # fmt: skip
+    given |= {"max_megabytes": max_megabytes, "workers": workers}
     words = [f"--source={file}" for file in source or ()]
-    words += [f"{key}={value}" for key, value in given.items() if value is not None]
+    words += [f"--{key.replace('_', '-')}={it}" for key, it in given.items() if it is not None]
     words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
     told = _submit(out, count, site, minutes, words, unbuilt_parts(out, count, **asked))
     tell({"told": told}, as_json, told)
@@ -78,30 +92,39 @@ def data_build(
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:
     """Returns the numbers of I/N, with 0 for the I of all/N; that is for --site, which needs it."""
-    found = re.fullmatch(r"(all|\d+)/(\d+)", word or "")
+    found = re.fullmatch(r"(all|\d+)/([1-9]\d*)", word or "")
     if bool(word or site) != bool(found) or bool(site) != bool(found and found[1] == "all"):
-        raise ConfigError(f"--part: {word!r} is not allowed. Give I/N, such as 3/12, or all/N with --site.")
+        what = f"--part: {word!r} is not allowed"
+        raise ConfigError(f"{what}. Give I/N, such as 3/12, or all/N with --site.")
     return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
 
 
-def _submit(out: Path, count: int, name: str, minutes: float | None, words: list[str], parts: list[int]) -> str:
-    """Sends some parts of a dataset to a site, each for a node, and returns what was done in words."""
+def _submit(
+    out: Path,
+    count: int,
+    name: str,
+    minutes: float | None,
+    words: list[str],
+    parts: list[int],
+) -> str:
+    """Sends some parts of a dataset to a site, each for a node, and returns what was done."""
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:
         raise ConfigError(
-            f"--site {name}: parts are built by Slurm alone, and this command is given on its login node. Elsewhere "
-            f"build them one by one: --part I/{count}."
+            f"--site {name}: parts are built on Slurm, by this command on a login node of its own. "
+            f"Elsewhere build them one by one: --part I/{count}."
         )
     if not parts:
         return f"All {counted(count, 'part')} are in {out}."
-    command = (sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part")
-    limit_s = None if minutes is None else 60 * minutes
     job = JobSpec(
-        name=out.absolute().name, run_dir=str(out), argv=command, num_processes=site.devices_per_node,
-        time_limit_s=limit_s,
-    )  # fmt: skip
+        name=out.absolute().name,
+        run_dir=str(out),
+        argv=(sys.executable, "-m", "kit", "data", "build", str(out), *words, "--part"),
+        num_processes=site.devices_per_node,
+        time_limit_s=None if minutes is None else 60 * minutes,
+    )
     array = submit_array(job, site, parts, count)
     return (
-        f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. Give this again "
-        f"when it has left the queue: it sends what is still lacking."
+        f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. "
+        f"Give this again when it has left the queue: it sends what is still lacking."
     )

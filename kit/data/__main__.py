@@ -1,4 +1,4 @@
-"""`python -m kit.data`: a process that does one piece of a build. It is told which, and answers, by pickles."""
+"""`python -m kit.data`: a process for one piece of a build; asked, and answering, by a pickle."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""build_dataset: text in, a dataset folder out, on this machine; of a large corpus one part of several.
+"""build_dataset: text in, a dataset folder out: a whole corpus, or one part of several.
 
 What is done lies in `.NAME.building-...` beside the dataset until it is whole.
 """
@@ -37,45 +37,46 @@ def build_dataset(
 ) -> Dataset:
     """Returns the dataset in `out_dir`, built from `sources` unless it is there already.
 
-    The folder appears whole or not at all; a build that was killed begins anew. Whole documents are held out for
-    validation, chosen by the hash of their text, so a document stays on its side when others come or go (only if that
-    chooses none is the largest one taken). Of one that is larger than the share to hold out, such as a corpus that is
-    one .txt, only the end is. The others are written in a random order, by the same kind of hash, since training reads
-    the file in windows.
+    The folder appears whole or not at all; a build that was killed begins anew. Whole documents are
+    held out for validation, chosen by the hash of their text, so a document stays on its side when
+    others come or go (only if that chooses none is the largest one taken). Of one that is larger
+    than the share to hold out, such as a corpus that is one .txt, only the end is. The others are
+    written in a random order, by the same kind of hash, since training reads the file in windows.
 
-    A part of a large corpus is a dataset of its own, in a folder `part_I_of_N` of `out_dir`, from every N-th file. All
-    parts have one tokenizer, which must be given, and the same documents are held out as in the whole, but of those
-    that are larger than a part's share. What repeats a document of another part is not noticed.
+    A part is a dataset of its own in the folder `part_I_of_N` of `out_dir`, from every N-th file.
+    All parts have one tokenizer, which must be given, and hold out what the whole would, but for
+    documents that are larger than the share of a part. A document that is in two parts stays there.
 
     Args:
         out_dir: the folder to make.
         sources: files or folders of text (see `Corpus`); None is what this Python installation has.
-        tokenizer: tokenizer.json, sentencepiece .model, Hugging Face folder or hub name; None trains a byte-level BPE
-            on the training part of the text.
-        vocab_size: entries of the trained tokenizer (default 4,096); with a given tokenizer, what it must have.
-        max_bytes: bytes of text to stop at, in each part (default: 24 MB of the installation's text, all of local
-            sources).
+        tokenizer: tokenizer.json, sentencepiece .model, Hugging Face folder or hub name; None
+            trains a byte-level BPE on the training part of the text.
+        vocab_size: entries of the trained tokenizer (default 4,096), or those of the given one.
+        max_bytes: bytes of text to stop at, in each part (default: 24 MB of the installation's
+            text, all of local sources).
         validation_fraction: share of the documents to hold out; one at least is, or its end.
         seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar with the time left, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
         text_key: of a .jsonl object, or column of a table: what holds the document.
         overwrite: replace a dataset that was built with other settings, or is damaged.
-        workers: processes that share the text out by its files (default: one for each core, if there is so much text).
+        workers: processes that share the files out (default: one for each core, if there is so much
+            text).
         part: (I, N) builds the I-th of N parts.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, less than 1 % of the text would be left to train on, or
-            `out_dir` holds something else.
+        DataError: a source or the tokenizer cannot be used, less than 1 % of the text would be left
+            to train on, or `out_dir` holds something else.
     """
     if workers is not None and workers < 1:
-        raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out: one for each core.")
+        raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
     told, directory = Progress(shown=progress), Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
         sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
     )
     if part is not None:
-        corpus, directory = corpus.part(*part), _part_folder(directory, settings, *part)
+        corpus, directory = corpus.part(*part), _part_folder(out_dir, settings, *part)
     settings = settings.replace(sources=corpus.sources())
     if there := _existing(directory, settings, overwrite):
         told.say(f"Reusing {directory}: built with the same settings from the same text.")
@@ -83,9 +84,10 @@ def build_dataset(
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = f".{directory.name}.building-"
     for left in directory.parent.glob(f"{building}*"):
-        told.say(f"{left}: of a build that runs now, or was killed. Then remove it.")
-    with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name, told:
-        folder, do = Path(name), functools.partial(share_out, workers or len(os.sched_getaffinity(0)), told)
+        told.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
+    with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
+        cores, folder = len(os.sched_getaffinity(0)), Path(name)
+        do = functools.partial(share_out, workers or cores, told)
         text = read(corpus, settings, do)
         chosen, runs = tokenize(text, settings, given, folder, do)
         whole = write(text, settings, chosen, runs, folder, do)
@@ -93,23 +95,19 @@ def build_dataset(
     return Dataset.open(directory)
 
 
-def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool = False, **asked: Any) -> list[int]:
-    """Returns the numbers of the parts that are not in `out_dir` yet; arguments and errors as of `build_dataset`.
+def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **asked: Any) -> list[int]:
+    """Returns the numbers of the parts that are not there; `asked` is that of `build_dataset`.
 
-    A part is there if it was built with the same settings from files of these names and sizes, which are not read.
+    A part is there if it was built with these settings from files of these names and sizes, which
+    are not read. Raises as `build_dataset`.
     """
     corpus, settings, _ = _asked(**asked)
-    parts = {number: corpus.part(number, count).sources(hashed=False) for number in range(1, count + 1)}
-    return [
-        number
-        for number, sources in parts.items()
-        if not _existing(
-            _part_folder(Path(os.path.abspath(out_dir)), settings, number, count),
-            settings.replace(sources=sources),
-            overwrite,
-            hashed=False,
-        )
-    ]
+    left = []
+    for part in ((number, count) for number in range(1, count + 1)):
+        own = settings.replace(sources=corpus.part(*part).sources(hashed=False))
+        if not _existing(_part_folder(out_dir, settings, *part), own, overwrite, hashed=False):
+            left.append(part[0])
+    return left
 
 
 def _asked(
@@ -122,19 +120,21 @@ def _asked(
     skip_corrupt: bool,
     text_key: str,
 ) -> tuple[Corpus, Settings, Tokenizer | None]:
-    """Returns the text, the settings without what the text holds, and the tokenizer if one is given."""
+    """Returns the text, the settings but for what the text is, and the tokenizer, if given."""
     if not 0 < validation_fraction < 1:
-        raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give a share between 0 and 1.")
+        raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give 0 to 1.")
     given = None if tokenizer is None else load_tokenizer(tokenizer)
-    if given is not None and vocab_size not in (None, given.vocab_size):
+    own = given.vocab_size if given else DEFAULT_VOCAB_SIZE
+    if given is not None and vocab_size not in (None, own):
         raise DataError(
-            f"vocab_size: {vocab_size} asked, but {tokenizer} has {given.vocab_size}. Leave vocab_size out."
+            f"vocab_size: {vocab_size} asked, but {tokenizer} has {own}. Leave vocab_size out, or "
+            f"give another tokenizer."
         )
     corpus = Corpus(sources, max_bytes, skip_corrupt, text_key)
     settings = Settings(
         sources=(),
         tokenizer_sha256=given.sha256 if given else None,
-        vocab_size=vocab_size if vocab_size is not None else given.vocab_size if given else DEFAULT_VOCAB_SIZE,
+        vocab_size=own if vocab_size is None else vocab_size,
         max_bytes=corpus.max_bytes,
         validation_fraction=validation_fraction,
         seed=seed,
@@ -144,29 +144,41 @@ def _asked(
     return corpus, settings, given
 
 
-def _part_folder(directory: Path, settings: Settings, number: int, count: int) -> Path:
+def _part_folder(out_dir: str | Path, settings: Settings, number: int, count: int) -> Path:
     """Returns where a part of a dataset lies.
 
     Raises:
         DataError: its tokenizer would be its own, or the text is in other parts already.
     """
     if settings.tokenizer_sha256 is None:
-        raise DataError("part: give the tokenizer of all parts (--tokenizer), such as one of a build of a sample.")
-    if others := [path for path in directory.glob("part_*_of_*") if not path.name.endswith(f"_of_{count}")]:
-        raise DataError(f"{others[0]}: of another number of parts than {count}. Remove it, or give another folder.")
+        raise DataError("part: give one --tokenizer to all, such as that of a build of a sample.")
+    directory = Path(os.path.abspath(out_dir))
+    if others := {*directory.glob("part_*_of_*")} - {*directory.glob(f"part_*_of_{count}")}:
+        raise DataError(
+            f"{min(others)}: of another number of parts than {count}, so text would stand there "
+            f"twice. Remove it, or give another folder."
+        )
     return directory / f"part_{number:0{len(str(count))}}_of_{count}"
 
 
-def _existing(directory: Path, settings: Settings, overwrite: bool, hashed: bool = True) -> Dataset | None:
-    """Returns the dataset in `directory` if it is the one asked for, None if it may be built (again).
+def _existing(
+    directory: Path,
+    settings: Settings,
+    overwrite: bool,
+    hashed: bool = True,
+) -> Dataset | None:
+    """Returns the dataset in `directory` if it is the one asked for, None if it may be built.
 
     Raises:
-        DataError: something else is there: files that are no dataset, or a dataset and no leave to overwrite it.
+        DataError: something else is there: no dataset, or another and no leave to overwrite it.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
     if not (directory / DESCRIPTION).is_file():
-        raise DataError(f"{directory}: exists and is not a dataset; nothing was changed. Give another folder.")
+        raise DataError(
+            f"{directory}: exists and is not a dataset; nothing was changed. Give another folder, "
+            f"or remove what is in it."
+        )
     try:
         there = Dataset.open(directory)
         if overwrite:
@@ -191,6 +203,6 @@ def _move_into_place(whole: Path, directory: Path, settings: Settings, overwrite
         directory.rename(whole.with_name("replaced"))
     try:
         whole.rename(directory)
-    except OSError:
-        if _existing(directory, settings, overwrite=False) is None:  # else another build of the same was quicker
+    except OSError:  # another build of the same was quicker
+        if _existing(directory, settings, overwrite=False) is None:
             raise

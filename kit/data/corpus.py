@@ -14,7 +14,15 @@ from typing import Self
 
 from cluster.record import Record, counted, field_doc, suggestion
 from kit.data.installed import DEFAULT_BYTES, installed_files
-from kit.data.readers import FORMATS, LARGEST_DOCUMENT_BYTES, TABLES, TEXT_KEY, file_format, read_texts, too_large
+from kit.data.readers import (
+    FORMATS,
+    LARGEST_DOCUMENT_BYTES,
+    TABLES,
+    TEXT_KEY,
+    file_format,
+    read_texts,
+    too_large,
+)
 from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
@@ -71,8 +79,19 @@ class Documents:
     as far as they are known, skipped_bytes were left out of it, and `skipped` names what could not be read.
     """
 
-    def __init__(self, files: list[tuple[Path, str]], max_bytes: int | None, skip_corrupt: bool, text_key: str) -> None:
-        self.files, self.max_bytes, self.skip_corrupt, self.text_key = files, max_bytes, skip_corrupt, text_key
+    def __init__(
+        self,
+        files: list[tuple[Path, str]],
+        max_bytes: int | None,
+        skip_corrupt: bool,
+        text_key: str,
+    ) -> None:
+        self.files, self.max_bytes, self.skip_corrupt, self.text_key = (
+            files,
+            max_bytes,
+            skip_corrupt,
+            text_key,
+        )
         self.counts, self.skipped = Counter[str](), list[str]()
 
     def __iter__(self) -> Iterator[Document]:
@@ -211,7 +230,8 @@ def _local_files(sources: SourcePaths) -> SourceFiles:
     for path in paths:
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file_format(file) in FORMATS and file.is_file())
-            seen = _without_splits([file for file in found if not _hidden(file, path)], path)
+            shown = [file for file in found if "/." not in f"/{file.relative_to(path).as_posix()}"]
+            seen = _without_splits(shown, path)
             files = [(file, file.relative_to(path.parent).as_posix()) for file in seen]
             _check_links(seen, path.resolve())
             if not files:
@@ -248,10 +268,6 @@ def _without_splits(files: list[Path], root: Path) -> list[Path]:
     splits = {file: SPLIT.findall(file.relative_to(root).as_posix()) for file in files}
     has_train = any("train" in names for names in splits.values())
     return [file for file in files if not (has_train and splits[file] and "train" not in splits[file])]
-
-
-def _hidden(file: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
 def file_digest(path: Path) -> str:

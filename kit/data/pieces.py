@@ -1,7 +1,8 @@
-"""The pieces of a build, each done by one process: a survey of some files, their tokens, a block of the dataset.
+"""The pieces of a build, each done by one process: a survey of some files, their tokens, a block.
 
-Tokens of a piece are put down in runs, each sorted by the places that were drawn for its documents; a block holds one
-stretch of places from all runs. So neither the number of pieces nor that of processes can be seen in the dataset.
+Tokens of a piece are put down in runs, each sorted by the places that were drawn for its documents;
+a block holds one stretch of places from all runs. So neither the number of pieces nor that of
+processes can be seen in the dataset.
 """
 
 import json
@@ -21,16 +22,20 @@ from kit.data.tokenizer import read_tokenizer
 RUN_TOKENS = 32 * 1024 * 1024
 """That a piece sorts at once."""
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Text encoded at a time: enough documents for all cores, few enough for their Python lists of tokens."""
-ROW = np.dtype([("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("begin", "<i8"), ("tokens", "<i8")])
-"""Of a document in a run: its place, digest and bytes of text; where its tokens begin, and how many they are."""
+"""Text encoded at a time: enough documents for all cores, few enough for their lists of tokens."""
+ROW = np.dtype(
+    [("draw", "<f8"), ("digest", "V16"), ("bytes", "<i8"), ("begin", "<i8"), ("tokens", "<i8")],
+)
+"""Of a document in a run: its place, digest and bytes of text; where its tokens begin, how many."""
 
 Advance = Callable[[int], None]
 """Is told of so many bytes of text that are done."""
+Side = tuple[Document, bool, bool]
+"""A document or a part of one, whether it is held out, and whether it is a part."""
 
 
 class Survey(NamedTuple):
-    """What a piece of the text holds: `drawn` of its documents are held out, `longest` is size and digest of one."""
+    """What a piece holds: `drawn` of its documents are held out; size and digest of the largest."""
 
     counts: Counter[str]
     drawn: int
@@ -39,7 +44,7 @@ class Survey(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """Which documents are held out: those whose draw is below a share, or, where none is, the largest.
+    """Which documents are held out: those whose draw is below a share; if none is, one by digest.
 
     Of one that has more than `most` bytes, only the end is.
     """
@@ -49,8 +54,8 @@ class HeldOut(NamedTuple):
     digest: str | None
     most: int
 
-    def sides(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool, bool]]:
-        """Yields documents and parts of them, each with whether it is held out, and whether it is a part."""
+    def sides(self, documents: Iterable[Document]) -> Iterator[Side]:
+        """Yields documents, and of one that is cut both parts."""
         for document in documents:
             if document.draw(self.purpose) >= self.share and document.digest.hex() != self.digest:
                 yield document, False, False
@@ -58,12 +63,11 @@ class HeldOut(NamedTuple):
                 yield document, True, False
             else:
                 begin, end = document.cut(self.most)
-                yield begin, False, True
-                yield end, True, True
+                yield from ((begin, False, True), (end, True, True))
 
 
 def survey(documents: Documents, purpose: str, share: float, advance: Advance) -> Survey:
-    """Returns what a piece holds; a document is held out if what it draws for this purpose is below `share`."""
+    """Returns what a piece holds; documents that draw less than `share` are held out."""
     drawn, longest = 0, (0, "")
     for document in documents:
         drawn += document.draw(purpose) < share
@@ -73,26 +77,29 @@ def survey(documents: Documents, purpose: str, share: float, advance: Advance) -
 
 
 def encode(
-    documents: Documents, held_out: HeldOut, order: str, tokenizer: tuple[Path, int], prefix: Path, advance: Advance
+    documents: Documents,
+    held_out: HeldOut,
+    order: str,
+    tokenizer: tuple[Path, int],
+    prefix: Path,
+    advance: Advance,
 ) -> tuple[list[Path], Counter[str]]:
-    """Writes the runs of a piece, and PREFIX.held: its held-out documents, in the order of reading.
+    """Writes the runs of a piece, and PREFIX.held: its held-out documents in the order of reading.
 
     Returns the prefixes of the runs, and what was counted, as for the survey.
     """
-    runs, run, size = [], [], 0
-    reader = read_tokenizer(*tokenizer)
+    runs, run, size, reader = [], [], 0, read_tokenizer(*tokenizer)
     with open(f"{prefix}.held", "w", encoding="utf-8") as held:
         for chunk in _chunks(held_out.sides(documents)):
-            texts = [document.text for document, *_ in chunk]
-            for (document, is_held_out, is_cut), ids in zip(chunk, reader.encode_batch(texts), strict=True):
-                tokens = [*ids, reader.eos_id]
+            encoded = reader.encode_batch([document.text for document, *_ in chunk])
+            for (document, is_held_out, is_cut), ids in zip(chunk, encoded, strict=True):
+                tokens, known = [*ids, reader.eos_id], (document.digest, document.num_bytes)
                 if is_held_out:
-                    row = document.digest.hex(), document.name, document.text, document.num_bytes, is_cut, tokens
+                    row = document.digest.hex(), document.name, document.text, is_cut, tokens
                     held.write(json.dumps(row) + "\n")
                 else:
-                    found = np.array(tokens, np.int32)
-                    run.append((document.draw(order), document.digest, document.num_bytes, found))
-                    size += found.size
+                    run.append((document.draw(order), *known, np.array(tokens, np.int32)))
+                    size += len(tokens)
                 advance(document.num_bytes)
             if size >= RUN_TOKENS or (run and not chunk):
                 runs.append(prefix.with_name(f"{prefix.name}-{len(runs)}"))
@@ -101,7 +108,7 @@ def encode(
     return runs, documents.counts
 
 
-def _chunks(sides: Iterator[tuple[Document, bool, bool]]) -> Iterator[list[tuple[Document, bool, bool]]]:
+def _chunks(sides: Iterator[Side]) -> Iterator[list[Side]]:
     """Yields documents by the chunk; the last is empty."""
     chunk, size = [], 0
     for side in sides:
@@ -114,20 +121,27 @@ def _chunks(sides: Iterator[tuple[Document, bool, bool]]) -> Iterator[list[tuple
 
 
 def _put_down(run: list[tuple[float, bytes, int, np.ndarray]], prefix: Path) -> None:
-    """Writes a run in the order of its draws: PREFIX.bin, its tokens, and PREFIX.npy, a row for each document."""
+    """Writes a run in the order of its draws: its tokens, PREFIX.bin, and rows, PREFIX.npy."""
     run.sort(key=itemgetter(0, 1))
     sizes = np.array([tokens.size for *_, tokens in run])
     begins = np.cumsum(sizes) - sizes
-    rows = [(*known, begin, size) for (*known, _), begin, size in zip(run, begins, sizes, strict=True)]
-    np.save(f"{prefix}.npy", np.array(rows, ROW))
+    known = zip(run, begins, sizes, strict=True)
+    np.save(f"{prefix}.npy", np.array([(*row[:3], begin, size) for row, begin, size in known], ROW))
     with open(f"{prefix}.bin", "wb") as stream:
         stream.writelines(tokens.data for *_, tokens in run)
 
 
 def write_block(
-    runs: list[Path], places: tuple[float, float], prefix: Path, vocab_size: int, advance: Advance
+    runs: list[Path],
+    places: tuple[float, float],
+    prefix: Path,
+    vocab_size: int,
+    advance: Advance,
 ) -> Counter[str]:
-    """Writes the documents of a stretch of places as a token file, in their order and each once; returns its sizes."""
+    """Writes the documents of a stretch of places as a token file, in order and each once.
+
+    Returns how many documents and bytes of text it holds, and how many duplicates it does not.
+    """
     counts, last = Counter[str](), b""
     with TokenFileWriter(prefix, vocab_size) as writer:
         found = [document for run in runs for document in _documents(run, places)]
@@ -142,13 +156,13 @@ def write_block(
     return counts
 
 
-def _documents(run: Path, places: tuple[float, float]) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
-    """Yields place, digest, bytes and tokens of the documents of a run that have one of these places."""
+def _documents(run: Path, places: tuple[float, float]) -> Iterator[tuple]:
+    """Yields place, digest, bytes and tokens of the documents of a run in a stretch of places."""
     rows = np.load(f"{run}.npy", mmap_mode="r")
     first, end = (bisect_left(rows["draw"], place) for place in places)
     if first < end:
-        rows = rows[first:end]
-        begins = rows["begin"] - rows["begin"][0]
-        tokens = np.fromfile(f"{run}.bin", np.int32, rows["tokens"].sum(), offset=4 * rows["begin"][0])
+        rows = np.array(rows[first:end])
+        begin, size = rows["begin"][0], rows["tokens"].sum()
+        tokens = np.fromfile(f"{run}.bin", np.int32, size, offset=4 * begin)
         known = (rows[name].tolist() for name in ("draw", "digest", "bytes"))
-        yield from zip(*known, np.split(tokens, begins[1:]), strict=True)
+        yield from zip(*known, np.split(tokens, rows["begin"][1:] - begin), strict=True)

@@ -1,4 +1,4 @@
-"""The steps of a build: read says what the text holds, tokenize encodes it, write puts the dataset together."""
+"""The steps of a build: `read` looks what the text holds, `tokenize` and `write` make a dataset."""
 
 import json
 from collections import Counter
@@ -23,8 +23,8 @@ from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from kit.data.tokenizer import Tokenizer, train_tokenizer
 from kit.errors import DataError
 
-PACKED = (".gz", ".zst", ".parquet")
-"""Of which about three times as many bytes of text are expected, for the time left."""
+UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 3}
+"""About so many bytes of text are expected of a byte of a file, for the time left."""
 LEAST_SHARE = 0.01
 """Of the text that must be left to train on."""
 TOKENIZER_BYTES = 32_000_000
@@ -33,11 +33,11 @@ BLOCK_BYTES = 256 * 1024 * 1024
 """Of text in a block, whose tokens are sorted at once."""
 
 ShareOut = Callable[..., list[Any]]
-"""`team.share_out` for some processes: title, function, pieces and their sizes in bytes."""
+"""`team.share_out` of a build: title, function, pieces and their sizes in bytes."""
 
 
 class Text(NamedTuple):
-    """What the text of a build holds."""
+    """What the text of a build holds, by the piece and in all."""
 
     name: str
     pieces: list[Documents]
@@ -53,50 +53,59 @@ def read(corpus: Corpus, settings: Settings, share_out: ShareOut) -> Text:
     Raises:
         DataError: too little of it can be read, or none would be left to train on.
     """
-    pieces, purpose, share = corpus.pieces(), f"validation {settings.seed}", settings.validation_fraction
-    sizes = [
-        sum(path.stat().st_size * (1 + 2 * name.endswith(PACKED)) for path, name in piece.files) for piece in pieces
-    ]
+    purpose, share = f"validation {settings.seed}", settings.validation_fraction
+    pieces, name = corpus.pieces(), ", ".join(name for name, _ in corpus.groups)
+    files = [[path for path, _ in piece.files] for piece in pieces]
+    sizes = [sum(UNPACKED.get(file.suffix, 1) * file.stat().st_size for file in of) for of in files]
     surveys = share_out("Reading", survey, [(piece, purpose, share) for piece in pieces], sizes)
     counts = sum((each.counts for each in surveys), Counter[str]())
-    drawn, (size, longest) = sum(each.drawn for each in surveys), max(each.longest for each in surveys)
+    skipped = [line for each in surveys for line in each.skipped]
+    drawn = sum(each.drawn for each in surveys)
+    size, longest = max(each.longest for each in surveys)
     most = max(1, int(share * counts["text_bytes"]))
-    name, skipped = ", ".join(name for name, _ in corpus.groups), [line for each in surveys for line in each.skipped]
-    text = Text(name, pieces, surveys, counts, skipped, HeldOut(purpose, share, None if drawn else longest, most))
+    held_out = HeldOut(purpose, share, None if drawn else longest, most)
+    text = Text(name, pieces, surveys, counts, skipped, held_out)
     _check_share(text, counts["text_bytes"], counts["text_bytes"])
     if size <= most and drawn == counts["documents"]:
-        raise DataError(f"{name}: all {drawn} documents would be held out. Lower validation_fraction, or add text.")
+        raise DataError(
+            f"{name}: all {drawn} documents would be held out. Lower validation_fraction "
+            f"(--validation-fraction), or add text."
+        )
     return text
 
 
 def _check_share(text: Text, to_train: int, text_bytes: int) -> None:
-    """Raises DataError if the bytes of text to train on are under 1 % of the text, with what of it cannot be read."""
+    """Raises DataError for less than 1 % of the text to train on, with what cannot be read."""
     lost = text.counts["skipped_bytes"]
     if to_train < max(1, LEAST_SHARE * (text_bytes + lost)):
-        what = f"{to_train:,} of {text_bytes + lost:,} bytes of text would be trained on, less than 1 %"
-        left = f"{text_bytes - to_train:,} bytes are held out (--validation-fraction), {lost:,} cannot be read"
-        raise DataError(f"{text.name}: {what}: {left}{''.join(f'; {line}' for line in text.skipped[:MOST_NAMED])}.")
+        raise DataError(
+            f"{text.name}: {to_train:,} of {text_bytes + lost:,} bytes of text would be trained "
+            f"on, less than 1 %: {text_bytes - to_train:,} bytes are held out "
+            f"(--validation-fraction), {lost:,} cannot be read"
+            f"{''.join(f'; {it}' for it in text.skipped[:MOST_NAMED])}."
+        )
 
 
 def tokenize(
     text: Text, settings: Settings, given: Tokenizer | None, folder: Path, share_out: ShareOut
 ) -> tuple[Tokenizer, list[Path]]:
-    """Returns the tokenizer, one trained on the text if none is given, and the prefixes of the runs of tokens.
+    """Returns the tokenizer, trained on the text if none is given, and the prefixes of the runs.
 
     Raises:
         DataError: the text does not yield such a vocabulary, or has changed since it was read.
     """
-    size = text.counts["text_bytes"]
-    tokenizer = given or share_out("Training the tokenizer", _train, [(text, settings.vocab_size)], [size])[0]
+    sizes = [each.counts["text_bytes"] for each in text.surveys]
+    how = "Training the tokenizer", _train, [(text, settings.vocab_size)], [sum(sizes)]
+    tokenizer = given or share_out(*how)[0]
     file, order = folder / tokenizer.file_name, f"order {settings.seed}"
     file.write_bytes(tokenizer.data)
     work = [
         (piece, text.held_out, order, (file, tokenizer.eos_id), folder / f"piece-{number}")
         for number, piece in enumerate(text.pieces)
     ]
-    encoded = share_out("Encoding", encode, work, [each.counts["text_bytes"] for each in text.surveys])
-    if any(counts != before.counts for (_, counts), before in zip(encoded, text.surveys, strict=True)):
-        raise DataError("the text changed while it was read. Build again when nobody writes to the sources.")
+    encoded = share_out("Encoding", encode, work, sizes)
+    if [counts for _, counts in encoded] != [before.counts for before in text.surveys]:
+        raise DataError("the text changed while it was read. Build again when nobody writes to it.")
     return tokenizer, [run for runs, _ in encoded for run in runs]
 
 
@@ -108,7 +117,8 @@ def _train(text: Text, vocab_size: int, advance: Advance) -> Tokenizer:
         for piece in text.pieces:
             for document, is_held_out, _ in text.held_out.sides(piece):
                 advance(document.num_bytes)
-                if not is_held_out and document.draw("tokenizer") < share and document.digest not in seen:
+                is_drawn = not is_held_out and document.draw("tokenizer") < share
+                if is_drawn and document.digest not in seen:
                     seen.add(document.digest)
                     yield document.text
 
@@ -116,23 +126,32 @@ def _train(text: Text, vocab_size: int, advance: Advance) -> Tokenizer:
 
 
 def write(
-    text: Text, settings: Settings, tokenizer: Tokenizer, runs: list[Path], folder: Path, share_out: ShareOut
+    text: Text,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    runs: list[Path],
+    folder: Path,
+    share_out: ShareOut,
 ) -> Path:
-    """Returns the folder of the dataset: the runs merged into one token file, the held-out documents into another."""
+    """Returns the folder of the dataset: the runs in a token file, what is held out in another."""
     whole = folder / "dataset"
     whole.mkdir()
     (folder / tokenizer.file_name).rename(whole / tokenizer.file_name)
     size, vocab_size = text.counts["text_bytes"], tokenizer.vocab_size
     count = 1 + size // BLOCK_BYTES
-    work = [(runs, (i / count, (i + 1) / count), folder / f"block-{i}", vocab_size) for i in range(count)]
+    work = [
+        (runs, (number / count, (number + 1) / count), folder / f"block-{number}", vocab_size)
+        for number in range(count)
+    ]
     blocks = share_out("Ordering", write_block, work, [size // count] * count)
     with TokenFileWriter(whole / "train", vocab_size) as train:
-        for (_, _, prefix, _), counts in zip(work, blocks, strict=True):
-            if counts["documents"]:
+        for (*_, prefix, _), block in zip(work, blocks, strict=True):
+            if block["documents"]:
                 train.append(TokenFile(prefix))
-    validation, repeated, cut = _held_out(text, tokenizer, folder, whole)
     counts = sum(blocks, Counter[str]())
-    _check_share(text, counts["text_bytes"], counts["text_bytes"] + validation.text_bytes)
+    documents, size = counts["documents"], counts["text_bytes"]
+    validation, repeated, cut = _held_out(text, tokenizer, folder, whole)
+    _check_share(text, size, size + validation.text_bytes)
     info = DatasetInfo(
         format=FORMAT,
         settings=settings,
@@ -141,7 +160,7 @@ def write(
         vocab_size=vocab_size,
         eos_id=tokenizer.eos_id,
         dtype=token_dtype(vocab_size).name,
-        train=Split(documents=counts["documents"], tokens=train.num_tokens, text_bytes=counts["text_bytes"]),
+        train=Split(documents=documents, tokens=train.num_tokens, text_bytes=size),
         validation=validation,
         cut=cut,
         duplicates=text.counts["duplicates"] + counts["duplicates"] + repeated,
@@ -154,8 +173,16 @@ def write(
     return whole
 
 
-def _held_out(text: Text, tokenizer: Tokenizer, folder: Path, whole: Path) -> tuple[Split, int, int]:
-    """Writes the held-out documents of all pieces, each once; returns their sizes, how many came again and were cut."""
+def _held_out(
+    text: Text,
+    tokenizer: Tokenizer,
+    folder: Path,
+    whole: Path,
+) -> tuple[Split, int, int]:
+    """Writes the held-out documents of all pieces, each once.
+
+    Returns their sizes, and how many came again and were cut.
+    """
     text_bytes, repeated, cut, seen = 0, 0, 0, set[str]()
     with (
         TokenFileWriter(whole / "validation", tokenizer.vocab_size) as writer,
@@ -163,14 +190,16 @@ def _held_out(text: Text, tokenizer: Tokenizer, folder: Path, whole: Path) -> tu
     ):
         for number in range(len(text.pieces)):
             with (folder / f"piece-{number}.held").open(encoding="utf-8") as rows:
-                for digest, name, document, num_bytes, is_cut, tokens in map(json.loads, rows):
+                for digest, name, document, is_cut, tokens in map(json.loads, rows):
                     if digest in seen:
                         repeated += not is_cut  # else its beginning has been counted
                         continue
                     seen.add(digest)
                     cut += is_cut
                     writer.add(tokens)
-                    row = ValidationDocument(name, document, len(tokens), num_bytes)
+                    size = len(document.encode())
+                    row = ValidationDocument(name, document, len(tokens), size)
                     lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
-                    text_bytes += num_bytes
-    return Split(documents=len(seen), tokens=writer.num_tokens, text_bytes=text_bytes), repeated, cut
+                    text_bytes += size
+    held_out = Split(documents=len(seen), tokens=writer.num_tokens, text_bytes=text_bytes)
+    return held_out, repeated, cut

@@ -21,37 +21,34 @@ class Progress:
 
     def __init__(self, shown: bool) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
 
-        columns = (TextColumn("{task.description:<22}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        self._bars = Bars(*columns, console=Console(quiet=not shown), disable=not shown)
-        self._is_log = not (self._bars.console.is_terminal or self._bars.console.is_jupyter)
-        self._told_at = time.monotonic()
+        self._console, self._told_at = Console(quiet=not shown), time.monotonic()
 
     def say(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def stage(self, title: str, total: int) -> Iterator[Advance]:
         """Shows a stage of so many bytes; what it yields is told of those that are done."""
-        task = self._bars.add_task(title, total=total)
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
 
-        def advance(num_bytes: int) -> None:
-            self._bars.advance(task, num_bytes)
-            if self._is_log and time.monotonic() - self._told_at > TELL_EVERY_S:
-                self._told_at, now = time.monotonic(), self._bars.tasks[task]
-                left = "" if now.time_remaining is None else f", {now.time_remaining / 60:.0f} min left"
-                self.say(f"{title}: {now.completed / 1e9:,.2f} of {total / 1e9:,.2f} GB{left}")
+        console, named = self._console, TextColumn("{task.description:<22}")
+        columns = named, BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        is_log = not (console.is_terminal or console.is_jupyter)
+        with Bars(*columns, console=console, disable=console.quiet) as bars:
+            task = bars.add_task(title, total=total)
 
-        yield advance
-        self._bars.update(task, completed=total)
+            def advance(num_bytes: int) -> None:
+                bars.advance(task, num_bytes)
+                if is_log and time.monotonic() - self._told_at > TELL_EVERY_S:
+                    self._told_at, now = time.monotonic(), bars.tasks[task]
+                    done, left = f"{now.completed / 1e9:,.2f}", now.time_remaining
+                    ending = "" if left is None else f", {left / 60:.0f} min left"
+                    self.say(f"{title}: {done} of {total / 1e9:,.2f} GB{ending}")
 
-    def __enter__(self) -> None:
-        self._bars.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+            yield advance
+            bars.update(task, completed=total)
 
 
 def share_out(
@@ -64,25 +61,25 @@ def share_out(
 ) -> list[Any]:
     """Returns what a function makes of each piece, `sizes` being their bytes of text.
 
-    One worker, or one piece, needs no other process than this, which encodes on all cores. Otherwise there is a process
-    for each piece, of which so many run at a time; none outlives this call, or this process.
+    One worker, or one piece, needs no process but this, which encodes on all cores. Otherwise each
+    piece has a process, of which so many run at a time; none outlives this call, or this process.
 
     Raises:
         DataError: a piece cannot be done, or a process has gone.
     """
     children: list[subprocess.Popen[bytes]] = []
-    command, pipe = [sys.executable, "-m", "kit.data"], subprocess.PIPE
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
+    command, pipe, silence = [sys.executable, "-m", "kit.data"], subprocess.PIPE, subprocess.DEVNULL
+    alone = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
     with progress.stage(title, sum(sizes)) as advance:
 
         def elsewhere(piece: tuple[Any, ...], size: int) -> Any:
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=silence, env=alone)
             children.append(child)
             told, _ = child.communicate(pickle.dumps((function, piece)))
             if child.returncode:
                 raise DataError(
-                    f"A process of the build has ended with code {child.returncode}, which is -9 where memory ran out. "
-                    f"Build again; fewer --workers need less memory."
+                    f"A process of the build has ended with code {child.returncode}, which is -9 "
+                    f"where memory ran out. Build again; fewer --workers need less memory."
                 )
             if isinstance(answer := pickle.loads(told), Exception):
                 raise answer
@@ -93,7 +90,7 @@ def share_out(
             return [function(*piece, advance) for piece in pieces]
         with ThreadPoolExecutor(workers) as threads:
             try:
-                results = [threads.submit(elsewhere, *each) for each in zip(pieces, sizes, strict=True)]
+                results = [threads.submit(elsewhere, *of) for of in zip(pieces, sizes, strict=True)]
                 for result in as_completed(results):  # the first error ends all
                     result.result()
                 return [result.result() for result in results]

@@ -72,14 +72,21 @@ def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, site, text, to
 
 def test_what_no_site_can_build_is_refused(text, tokenizer, tmp_path):
     data = tmp_path / "data"
-    for words in ("--site=frontier", "--part=all/3", "--part=3", "--part=1/3 --site=frontier"):
+    for words in (
+        "--site=frontier",
+        "--part=all/3",
+        "--part=3",
+        "--part=all/0 --site=frontier",
+        "--part=1/3 --site=frontier",
+    ):
         with pytest.raises(
-            ConfigError, match="--part: .* is not allowed. Give I/N, such as 3/12, or all/N with --site"
+            ConfigError,
+            match="--part: .* is not allowed. Give I/N, such as 3/12, or all/N with --site",
         ):
             build(data, text, tokenizer, *words.split())
-    with pytest.raises(ConfigError, match="--site laptop: parts are built by Slurm alone"):
+    with pytest.raises(ConfigError, match="--site laptop: parts are built on Slurm, by this command"):
         build(data, text, tokenizer, "--part=all/3", "--site=laptop")
-    with pytest.raises(DataError, match="part: give the tokenizer of all parts"):
+    with pytest.raises(DataError, match="part: give one --tokenizer to all"):
         app(["data", "build", str(data), "--part=all/3", "--site=frontier"], standalone_mode=False)
     with pytest.raises(ConfigError, match="site.slurm.account: still 'EDIT'"):
         build(data, text, tokenizer, "--part=all/3", "--site=frontier")

@@ -87,7 +87,7 @@ def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path,
     (left,) = tmp_path.iterdir()
     built = build_dataset(tmp_path / "data", text, **{**QUIET, "progress": True}, workers=1)
     assert contents(built) == whole
-    assert f"{left}: of a build that runs now, or was killed" in capsys.readouterr().out
+    assert f"{left}: of a build that runs now, or of one that was killed" in capsys.readouterr().out
 
 
 def test_what_another_process_cannot_read_is_told(text, tmp_path, in_pieces):
@@ -150,10 +150,10 @@ def test_parts_that_would_not_fit_together_are_refused(whole, text, tmp_path):
 
     for part in ((0, 3), (4, 3), (1, 6)):
         refused(f"part: {part[0]}/{part[1]} of 5 files is not allowed. Give I/N", part)
-    refused("part: give the tokenizer of all parts", (1, 3), None)
+    refused("part: give one --tokenizer to all", (1, 3), None)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
     (tmp_path / "data" / "part_1_of_4").mkdir(parents=True)
-    refused("part_1_of_4: of another number of parts than 3. Remove it", (1, 3))
+    refused("part_1_of_4: of another number of parts than 3, so text would stand there twice", (1, 3))
 
 
 def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
@@ -161,13 +161,19 @@ def test_of_parts_only_those_that_are_lacking_are_named(whole, text, tmp_path):
     source = Path(shutil.copytree(text, tmp_path / "text"))
     (tmp_path / "tokenizer.json").write_bytes(whole["tokenizer.json"])
     asked = {
-        "sources": source, "tokenizer": tmp_path / "tokenizer.json", "vocab_size": None, "max_bytes": None,
-        "validation_fraction": 0.2, "seed": 1234, "skip_corrupt": False, "text_key": "text",
-    }  # fmt: skip
-    assert unbuilt_parts(tmp_path / "data", 3, **asked) == [1, 2, 3]
+        "sources": source,
+        "tokenizer": tmp_path / "tokenizer.json",
+        "vocab_size": None,
+        "max_bytes": None,
+        "validation_fraction": 0.2,
+        "seed": 1234,
+        "skip_corrupt": False,
+        "text_key": "text",
+    }
+    assert unbuilt_parts(tmp_path / "data", 3, False, **asked) == [1, 2, 3]
     build_dataset(tmp_path / "data", progress=False, part=(2, 3), **asked)
-    assert unbuilt_parts(tmp_path / "data", 3, **asked) == [1, 3]
+    assert unbuilt_parts(tmp_path / "data", 3, False, **asked) == [1, 3]
     for changed in (asked | {"seed": 1}, asked | {"sources": [source / "0.jsonl", source]}):
         with pytest.raises(DataError, match="part_2_of_3: holds a dataset with other settings: (seed|sources)"):
-            unbuilt_parts(tmp_path / "data", 3, **changed)
-        assert unbuilt_parts(tmp_path / "data", 3, overwrite=True, **changed) == [1, 2, 3]
+            unbuilt_parts(tmp_path / "data", 3, False, **changed)
+        assert unbuilt_parts(tmp_path / "data", 3, True, **changed) == [1, 2, 3]
