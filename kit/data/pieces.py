@@ -93,14 +93,16 @@ def encode(
         for chunk in _chunks(held_out.sides(documents)):
             encoded = reader.encode_batch([document.text for document, *_ in chunk])
             for (document, is_held_out, is_cut), ids in zip(chunk, encoded, strict=True):
-                tokens, known = [*ids, reader.eos_id], (document.digest, document.num_bytes)
+                tokens, num_bytes = [*ids, reader.eos_id], document.num_bytes
+                digest = document.digest
                 if is_held_out:
-                    row = document.digest.hex(), document.name, document.text, is_cut, tokens
+                    row = digest.hex(), document.name, document.text, num_bytes, is_cut, tokens
                     held.write(json.dumps(row) + "\n")
                 else:
-                    run.append((document.draw(order), *known, np.array(tokens, np.int32)))
+                    place, found = document.draw(order), np.array(tokens, np.int32)
+                    run.append((place, digest, num_bytes, found))
                     size += len(tokens)
-                advance(document.num_bytes)
+                advance(num_bytes)
             if size >= RUN_TOKENS or (run and not chunk):
                 runs.append(prefix.with_name(f"{prefix.name}-{len(runs)}"))
                 _put_down(run, runs[-1])

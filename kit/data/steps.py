@@ -190,14 +190,13 @@ def _held_out(
     ):
         for number in range(len(text.pieces)):
             with (folder / f"piece-{number}.held").open(encoding="utf-8") as rows:
-                for digest, name, document, is_cut, tokens in map(json.loads, rows):
+                for digest, name, document, size, is_cut, tokens in map(json.loads, rows):
                     if digest in seen:
                         repeated += not is_cut  # else its beginning has been counted
                         continue
                     seen.add(digest)
                     cut += is_cut
                     writer.add(tokens)
-                    size = len(document.encode())
                     row = ValidationDocument(name, document, len(tokens), size)
                     lines.write(json.dumps(row._asdict(), ensure_ascii=False) + "\n")
                     text_bytes += size
