@@ -24,7 +24,10 @@ def data_build(
     out: Annotated[Path, typer.Argument(help="folder to make")],
     source: Annotated[
         list[Path] | None,
-        typer.Option(help=".txt (each one document), .jsonl(.gz, .zst), .parquet, or a folder"),
+        typer.Option(
+            help=".txt (each one document), .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
+            "them; default: texts of Python's own"
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,

@@ -54,9 +54,9 @@ def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
 
 
 def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
-    """Returns what a run has read of each source in its first tokens, in a sentence; "" without a mix."""
+    """Returns what a run has read of each source in its first tokens, in a sentence; "" where there is no other."""
     samples = tokens // sequence_length
-    if not (read := shares(recipe, sequence_length, 0, samples)):
+    if len(read := shares(recipe, sequence_length, 0, samples)) < 2:
         return ""
     words = ", ".join(f"{share:.1%} {name}" for name, share in read.items())
     now = next(weights for first, weights in reversed(_phases(recipe, sequence_length)) if first <= samples)

@@ -104,6 +104,7 @@ def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
     assert recipe.sources == (DataSource(paths=(recipe.data, str(tmp_path / "part_1_of_2"))),)
     windows = (tiny_dataset.train.num_tokens - 1) // 16
     assert training_samples(recipe, 16).epochs(windows) == [0.5] and located(recipe) == recipe
+    assert mix_words(recipe, 16, 1600) == "", "nothing to compare"
     plain = located(Recipe(data=str(tiny_dataset.directory), num_steps=10))
     assert plain.data == str(tiny_dataset.directory) and not plain.sources
 
