@@ -10,7 +10,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Self
 
 from cluster.process import Process
 from cluster.sandbox import network
-from cluster.sandbox.configuration import Layout, write_files
+from cluster.sandbox.layout import Layout, write_files
 from cluster.slurm.queries import client_environment, slurm_command
 from cluster.state import JobError
 
@@ -77,21 +76,24 @@ class Sandbox:
         if reason := why_not(accounting):
             raise JobError(reason)
         directory = Path(root or default_root()).absolute()
-        isolated = network.is_possible() if isolated is None else isolated
-        layout = Layout(root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting)
         if running := cls.find(directory):
             return running
+        isolated = network.is_possible() if isolated is None else isolated
+        layout = Layout(root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting)
         stop(directory)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700, parents=True)
         is_own(directory)
         write_files(layout)
+        if isolated:
+            network.up(layout)
+        # Its standard output ends as soon as find() finds it; it lives on.
+        keeper = ["setsid", "--fork", sys.executable, "-m", "cluster.sandbox.keeper", layout.root]
+        environment, home = client_environment(None), Path(__file__).parents[2]
         with layout.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
-                [sys.executable, "-m", "cluster.sandbox.keeper", layout.root], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True, cwd=Path(__file__).parents[2], env=client_environment(None),
-                check=True,
-            )  # fmt: skip
+                keeper, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd=home, env=environment
+            )
         sandbox = cls(layout)
         sandbox._wait_until_idle()
         return sandbox
@@ -104,10 +106,9 @@ class Sandbox:
             return None
         try:
             sandbox = cls(Layout.read(directory / "sandbox.json"), was_running=True)
-            sandbox._order("")
+            return sandbox if sandbox._keeper.is_alive else None
         except (OSError, ValueError):
             return None
-        return sandbox
 
     @property
     def site_file(self) -> str:
@@ -130,72 +131,45 @@ class Sandbox:
 
     def power_off(self, node: str) -> None:
         """Ends a node and all its processes at once; nothing answers at its address any more."""
-        self._order(f"off {node}")
+        self.layout.path("run", f"{node}.off").touch()
+        number = self.layout.path("run", f"{node}.pid")
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(number.read_text()), signal.SIGKILL)
+            number.unlink()
         if self.layout.isolated:
-            self.cut(node)
+            network.ip(f"link del {self.layout.cable(node)}", check=False)
 
     def power_on(self, node: str) -> None:
         """Starts a node that was switched off."""
-        if self.layout.isolated:
-            self.heal(node)
-        self._order(f"on {node}")
+        self.layout.path("run", f"{node}.off").unlink(missing_ok=True)
 
     def cut(self, node: str) -> None:
-        """Cuts a node off silently: it goes on, its packets get lost."""
-        network.cut(self.layout, node)
+        """Pulls a node's cable at the switch: it goes on and notices nothing, its packets just get lost."""
+        network.ip(f"link set {self.layout.cable(node)} nomaster")
 
     def heal(self, node: str) -> None:
-        """Joins a node again that was cut off."""
-        network.heal(self.layout, node)
-
-    def recover(self, node: str) -> None:
-        """Brings back a node that was switched off or cut off, and has Slurm use it, as an administrator would."""
-        self.power_on(node)
-        update = ("scontrol", "update", f"NodeName={node}", "Reason=recovered")
-        self.run(*update, "State=down")  # first: Slurm would wait long for a job to end that is no longer there
-        try:
-            self.run(*update, "State=resume")
-        except JobError:  # Slurm's word for a node that has come back by itself in between
-            if self.node_states()[node].startswith(("down", "drain", "drng")):
-                raise
-
-    def restart_controller(self) -> None:
-        """Ends the controller; it comes back after ten seconds with its saved state."""
-        self._order("restart")
+        """Plugs the cable in again; that of a node which is off is plugged in when it starts."""
+        network.ip(f"link set {self.layout.cable(node)} master {self.layout.bridge}", check=False)
 
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""
         stop(self.layout.root)
 
-    def _order(self, order: str) -> str:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(10)
-            connection.connect(str(self.layout.path("run", "keeper.socket")))
-            connection.sendall(order.encode() or b"hello")
-            return connection.recv(256).decode()
+    @property
+    def _keeper(self) -> Process:
+        return Process.read(self.layout.path("keeper.json"))
 
     def _wait_until_idle(self) -> None:
-        keeper = Process.read(self.layout.path("keeper.json"))
         deadline = time.monotonic() + START_WAIT_S
-        while True:
-            try:
-                if set(self.node_states().values()) == {"idle"} and self.find(self.layout.root):
+        while self.find(self.layout.root) and time.monotonic() < deadline:
+            with contextlib.suppress(JobError):  # the controller does not answer yet
+                if set(self.node_states().values()) == {"idle"}:
                     return
-            except (JobError, subprocess.TimeoutExpired):
-                pass
-            if not keeper.is_alive or time.monotonic() > deadline:
-                said = self._last_words()
-                stop(self.layout.root, keep_files=True)
-                raise JobError(f"the sandbox in {self.layout.root} did not come up: {said}")
             time.sleep(0.05)
-
-    def _last_words(self) -> str:
-        words = []
-        for name in ("keeper.log", "controller.out", "slurmctld.log", "slurmd.node1.log", "node1.out", "munged.log"):
-            file = self.layout.path("log", name)
-            text = file.read_text(errors="replace").strip() if file.exists() else ""
-            words += [f"{name}: {line}" for line in text.splitlines()[-2:]]
-        return "\n".join(words)
+        logs = [(file.name, file.read_text(errors="replace")) for file in sorted(self.layout.path("log").iterdir())]
+        said = "\n".join(f"{name}: {line}" for name, text in logs for line in text.splitlines()[-2:])
+        stop(self.layout.root, keep_files=True)
+        raise JobError(f"the sandbox in {self.layout.root} did not come up: {said}")
 
 
 def default_root() -> Path:
@@ -225,35 +199,26 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     directory = Path(root or default_root()).absolute()
     sandbox = Sandbox.find(directory)
     if sandbox:
-        sandbox._order("stop")
-        address = sandbox.layout.path("run", "keeper.socket")
-        deadline = time.monotonic() + 30
-        while address.exists() and time.monotonic() < deadline:
+        keeper, deadline = sandbox._keeper, time.monotonic() + 30
+        keeper.send_signal(signal.SIGTERM)
+        while keeper.is_alive and time.monotonic() < deadline:
             time.sleep(0.02)
-    for pid in _left_behind(directory):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if not is_own(directory):
-        return False
     try:
-        network.remove_left_overs(Layout.read(directory / "sandbox.json"))
-    except ValueError:
-        return sandbox is not None
+        layout = Layout.read(directory / "sandbox.json")
+    except (OSError, ValueError):
+        return False
+    _end_left_behind(layout)
+    network.down(layout)
     if not keep_files:
         shutil.rmtree(directory, ignore_errors=True)
     return sandbox is not None
 
 
-def _left_behind(root: Path) -> list[int]:
-    """Returns daemons and job processes of a sandbox; there are some only if its keeper was killed by SIGKILL."""
-    mark, found = f"SLURM_CONF={root / 'etc' / 'slurm.conf'}".encode(), []
-    daemons = ("slurmctld", "slurmd", "slurmdbd", "slurmstepd", "munged", "mariadbd")
-    for entry in Path("/proc").iterdir():
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            in_job = any(variable.startswith(b"SLURM_JOB_ID=") for variable in variables)
-            if mark in variables and (in_job or (entry / "comm").read_text().strip() in daemons):
-                found.append(int(entry.name))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return found
+def _end_left_behind(layout: Layout) -> None:
+    """Ends the jobs of a sandbox whose keeper was killed by SIGKILL: its daemons die with it, but not what they do."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            variables, name = (entry / "environ").read_bytes(), (entry / "comm").read_text().strip()
+            in_job = name == "slurmstepd" or b"\0SLURM_JOB_ID=" in variables
+            if in_job and f"SLURM_CONF={layout.slurm_conf}".encode() in variables.split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)

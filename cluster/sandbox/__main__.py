@@ -3,7 +3,6 @@
 import argparse
 import shlex
 import sys
-import time
 
 from cluster.sandbox import Sandbox, default_root, stop
 from cluster.state import JobError
@@ -16,17 +15,11 @@ def main() -> int:
     parser.add_argument("--root", default=str(default_root()), help="its directory (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=4, help="simulated nodes")
     parser.add_argument("--accounting", action="store_true", help="with a database, so that sacct works")
-    parser.add_argument("--one-host", action="store_true", help="no namespaces, even as root")
     options = parser.parse_args()
     try:
         if options.action == "start":
-            begin = time.monotonic()
-            sandbox = Sandbox.start(
-                options.root, num_nodes=options.nodes, accounting=options.accounting,
-                isolated=False if options.one_host else None,
-            )  # fmt: skip
-            how = "runs already" if sandbox.was_running else f"up after {time.monotonic() - begin:.1f} s"
-            print(f"# {how}; for sbatch, squeue and notebooks:")
+            sandbox = Sandbox.start(options.root, num_nodes=options.nodes, accounting=options.accounting)
+            print(f"# {'runs already' if sandbox.was_running else 'is up'}; for sbatch, squeue and notebooks:")
             print(f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}")
             print(f"# site file: {sandbox.site_file}")
         elif options.action == "stop":

@@ -13,9 +13,10 @@ import pytest
 
 from cluster import poll
 from cluster.login import mirror
-from cluster.sandbox import START_WAIT_S, Sandbox, why_not
+from cluster.sandbox import START_WAIT_S, Sandbox, network, why_not
 from cluster.site import Site
 from cluster.state import JobError
+from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
@@ -32,7 +33,19 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(tmp_path_factory):
+def small_disk(tmp_path_factory):
+    """A file system of 48 MB, to be filled up; isolated nodes share it, since they start after it is there."""
+    folder = tmp_path_factory.mktemp("small")
+    if not network.is_possible():
+        yield folder
+        return
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory, small_disk):
     """Four nodes without accounting; isolated from each other where this process may do that."""
     if reason := why_not():
         pytest.skip(reason)
@@ -66,7 +79,7 @@ def reset(cluster: Sandbox) -> None:
             if not not_idle:
                 return
             for node in not_idle:
-                cluster.recover(node)
+                recover(cluster, node)
         if time.monotonic() > deadline:
             raise JobError(f"the nodes of {cluster.layout.root} do not become idle: {cluster.node_states()}")
         time.sleep(0.5)

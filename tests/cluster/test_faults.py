@@ -25,6 +25,7 @@ from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.results import Row, load_average, row, write_results
+from tests.cluster.recovery import recover
 from tests.cluster.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -178,7 +179,7 @@ def test_lost_node(nodes, site, tmp_path, how):
     assert job.state is JobState.REQUEUED
     assert eventually(lambda: not processes(STANDIN), 240), "the lost node still runs ranks of the old attempt"
     measured(f"{what}: last rank of the old attempt gone", time.time() - start, at_most=240)
-    nodes.recover("node3")
+    recover(nodes, "node3")
     back = time.time()
     measured(f"{what}: running again after the node came back", comes_back(job, back).time - back)
 
@@ -194,7 +195,7 @@ def test_lost_first_node_with_supervisor_and_rendezvous(nodes, site, tmp_path):
         "first node lost (rendezvous, supervisor): requeued", requeued.time - start, at_most=60, note=requeued.reason
     )
     assert requeued.lost_node == "node1"
-    nodes.recover("node1")
+    recover(nodes, "node1")
     comes_back(job, time.time())
 
 
@@ -208,7 +209,7 @@ def test_node_lost_twice_is_left_out(nodes, site, tmp_path):
         start = time.time()
         nodes.cut("node2")
         event(job, "requeued", start)
-        nodes.recover("node2")
+        recover(nodes, "node2")
         if slurm.lost_nodes(job.run_dir):
             break
     nodes.run("scontrol", "update", spare, "State=resume")
@@ -278,10 +279,14 @@ def test_killed_supervisor_is_seen_without_accounting(sandbox, site, tmp_path, m
 def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
     job = standin(tmp_path / "restart", site, num_steps=100)
     at_step(job, 10)
-    sandbox.restart_controller()
+    off = sandbox.layout.path("run", "controller.off")
+    off.touch()
+    os.kill(int(sandbox.layout.path("run", "slurmctld.pid").read_text()), signal.SIGTERM)
     start = time.time()
     worst = 0.0
     while time.time() - start < 12:
+        if time.time() - start > 10:
+            off.unlink(missing_ok=True)
         asked = time.monotonic()
         assert job.state in (JobState.RUNNING, JobState.STARTING)
         worst = max(worst, time.monotonic() - asked)
@@ -350,9 +355,9 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
     assert 0 < spent.goodput < 1 and parts["productive"] == pytest.approx(ours["step_time_s"].sum(), rel=0.5)
 
 
-def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, recipe, tmp_path):
+def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, small_disk, site, spec, recipe, tmp_path):
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
-    folder = nodes.layout.path("small", "checkpoints")
+    folder = small_disk / "checkpoints"
     folder.mkdir()
     run = Run.create(tmp_path / "full", spec=spec, plan=plan, recipe=recipe.replace(num_steps=100_000), site=site)
     run.checkpoints.directory.symlink_to(folder)
@@ -360,7 +365,7 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(nodes, site, spec, re
     try:
         assert eventually(lambda: run.checkpoints.steps(), 120), run.job.logs()
         start = time.time()
-        filler = nodes.layout.path("small", "filler")
+        filler = small_disk / "filler"
         with pytest.raises(OSError, match="No space left"), filler.open("wb") as stream:
             for _ in itertools.count():
                 stream.write(bytes(1 << 16))

@@ -11,7 +11,7 @@ import pytest
 from cluster import sandbox
 from cluster.sandbox import Sandbox
 from cluster.sandbox.__main__ import main
-from cluster.sandbox.configuration import Layout, write_files
+from cluster.sandbox.layout import Layout, write_files
 from cluster.state import JobError
 
 

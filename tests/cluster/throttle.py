@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.sandbox import Sandbox, network
+from cluster.sandbox import Sandbox
 from cluster.site import Fact, Links, Site
 from kit.monitor.expected import expectation
 from kit.plan import Plan
@@ -29,7 +29,7 @@ def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Itera
     """Lets nothing but so much leave each node, by a token bucket (tc-tbf)."""
     if not sandbox.layout.isolated:
         pytest.skip("the nodes have no network of their own: that needs root")
-    at = [["tc", "-n", network.namespace(sandbox.layout, node), "qdisc"] for node in nodes]
+    at = [["tc", "-n", sandbox.layout.namespace(node), "qdisc"] for node in nodes]
     rate = ["rate", f"{megabits_per_s}mbit", "burst", "64kb", "latency", "300ms"]
     for words in at:
         subprocess.run([*words, "add", "dev", "eth0", "root", "tbf", *rate], check=True)
