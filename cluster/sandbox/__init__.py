@@ -81,18 +81,19 @@ class Sandbox:
         isolated = network.is_possible() if isolated is None else isolated
         layout = Layout(root=str(directory), num_nodes=num_nodes, isolated=isolated, accounting=accounting)
         stop(directory)
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o700, parents=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
         write_files(layout)
-        if isolated:
-            network.up(layout)
         # Its standard output ends as soon as find() finds it; it lives on.
         keeper = ["setsid", "--fork", sys.executable, "-m", "cluster.sandbox.keeper", layout.root]
-        environment, home = client_environment(None), Path(__file__).parents[2]
         with layout.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
-                keeper, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd=home, env=environment
+                keeper,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=Path(__file__).parents[2],
+                env=client_environment(None),
             )
         sandbox = cls(layout)
         sandbox._wait_until_idle()
@@ -105,10 +106,10 @@ class Sandbox:
         if not is_own(directory):
             return None
         try:
-            sandbox = cls(Layout.read(directory / "sandbox.json"), was_running=True)
-            return sandbox if sandbox._keeper.is_alive else None
+            layout, keeper = Layout.read(directory / "sandbox.json"), Process.read(directory / "keeper.json")
         except (OSError, ValueError):
             return None
+        return cls(layout, was_running=True) if keeper.is_alive else None
 
     @property
     def site_file(self) -> str:
@@ -118,11 +119,11 @@ class Sandbox:
     @property
     def environment(self) -> dict[str, str]:
         """What a client (sbatch, squeue, a notebook) must have in its environment."""
-        return {"SLURM_CONF": self.layout.slurm_conf}
+        return {"SLURM_CONF": str(self.layout.path("etc", "slurm.conf"))}
 
     def run(self, *command: str) -> str:
         """Returns what a Slurm client prints."""
-        return slurm_command([*command], self.layout.slurm_conf)
+        return slurm_command([*command], self.environment["SLURM_CONF"])
 
     def node_states(self) -> dict[str, str]:
         """Returns what Slurm thinks of each node, in its own word."""
@@ -154,10 +155,6 @@ class Sandbox:
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""
         stop(self.layout.root)
-
-    @property
-    def _keeper(self) -> Process:
-        return Process.read(self.layout.path("keeper.json"))
 
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + START_WAIT_S
@@ -197,21 +194,19 @@ def is_own(directory: Path) -> bool:
 def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
     """Ends a sandbox, whatever is left of it, and removes its files; returns whether one was running."""
     directory = Path(root or default_root()).absolute()
-    sandbox = Sandbox.find(directory)
-    if sandbox:
-        keeper, deadline = sandbox._keeper, time.monotonic() + 30
-        keeper.send_signal(signal.SIGTERM)
-        while keeper.is_alive and time.monotonic() < deadline:
-            time.sleep(0.02)
+    is_own(directory)
     try:
-        layout = Layout.read(directory / "sandbox.json")
+        layout, keeper = Layout.read(directory / "sandbox.json"), Process.read(directory / "keeper.json")
     except (OSError, ValueError):
         return False
+    was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
+    while keeper.is_alive and time.monotonic() < deadline:
+        time.sleep(0.02)
     _end_left_behind(layout)
     network.down(layout)
     if not keep_files:
         shutil.rmtree(directory, ignore_errors=True)
-    return sandbox is not None
+    return was_running
 
 
 def _end_left_behind(layout: Layout) -> None:
@@ -220,5 +215,5 @@ def _end_left_behind(layout: Layout) -> None:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             variables, name = (entry / "environ").read_bytes(), (entry / "comm").read_text().strip()
             in_job = name == "slurmstepd" or b"\0SLURM_JOB_ID=" in variables
-            if in_job and f"SLURM_CONF={layout.slurm_conf}".encode() in variables.split(b"\0"):
+            if in_job and f"SLURM_CONF={layout.path('etc', 'slurm.conf')}".encode() in variables.split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)

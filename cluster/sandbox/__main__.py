@@ -17,20 +17,21 @@ def main() -> int:
     parser.add_argument("--accounting", action="store_true", help="with a database, so that sacct works")
     options = parser.parse_args()
     try:
-        if options.action == "start":
-            sandbox = Sandbox.start(options.root, num_nodes=options.nodes, accounting=options.accounting)
-            print(f"# {'runs already' if sandbox.was_running else 'is up'}; for sbatch, squeue and notebooks:")
-            print(f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}")
-            print(f"# site file: {sandbox.site_file}")
-        elif options.action == "stop":
+        if options.action == "stop":
             print("stopped" if stop(options.root) else "no sandbox was running")
-        else:
-            sandbox = Sandbox.find(options.root)
-            if sandbox is None:
-                print(f"no sandbox runs in {options.root}")
-                return 1
+        elif options.action == "start":
+            sandbox = Sandbox.start(options.root, num_nodes=options.nodes, accounting=options.accounting)
+            print(
+                f"# {'runs already' if sandbox.was_running else 'is up'}; for sbatch, squeue and notebooks:\n"
+                f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}\n"
+                f"# site file: {sandbox.site_file}"
+            )
+        elif sandbox := Sandbox.find(options.root):
             print(*(f"{node} {state}" for node, state in sandbox.node_states().items()), sep="\n")
             print(sandbox.run("squeue", "--noheader", "--format=%i %j %T %r"), end="")
+        else:
+            print(f"no sandbox runs in {options.root}")
+            return 1
     except JobError as error:
         print(error, file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 #!/bin/bash
 # Runs one daemon of a sandbox in the foreground: daemon.sh NAME. The variables are those of Layout.values.
+# shellcheck disable=SC2154
 name=$1
 export SLURM_CONF=$root/etc/slurm.conf MYSQL_UNIX_PORT=$root/run/mysqld.sock PATH=$PATH:/usr/sbin:/sbin:/usr/bin:/bin
 
@@ -16,7 +17,9 @@ wait_for() {  # COMMAND: until it is true, half a minute at most
 
 answers() { : < "/dev/tcp/127.0.0.1/$1"; }
 
-plug_in() {  # makes the network of a node anew
+plug_in() {  # makes the network of a node anew; names as in Layout
+    number=${name#node} bridge=${tag}br
+    cable=${tag}v$number namespace=$tag-$name address=$network.$((10 + number))
     ip link del "$cable"
     ip netns del "$namespace"
     ip netns add "$namespace"
@@ -42,7 +45,7 @@ power_on() {
     echo $$ > "$root/run/$name.pid"
     [ -e "$root/run/$name.off" ] && exit  # switched off just now: whoever did may not have found the number
     mkdir -p "$root/nodes/$name/spool" "$root/nodes/$name/run"
-    if [ -z "$namespace" ]; then
+    if [ -z "$isolated" ]; then
         wait_for test -S "$root/run/munge.socket"
         exec slurmd -D -N "$name"
     fi

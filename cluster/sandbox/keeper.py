@@ -37,17 +37,14 @@ def tend(layout: Layout) -> None:
 
 
 def _start(layout: Layout, name: str) -> subprocess.Popen:
-    keeper, values = os.getpid(), layout.values()
-    if layout.isolated and name in layout.nodes:
-        address = f"{layout.network}.{10 + int(name.removeprefix('node'))}"
-        values |= {"cable": layout.cable(name), "namespace": layout.namespace(name), "address": address}
+    keeper = os.getpid()
     with layout.path("log", f"{name}.out").open("ab") as log:
         return subprocess.Popen(
             ["bash", Path(__file__).with_name("daemon.sh"), name],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **values},
+            env={**os.environ, **layout.values()},
             cwd="/",
             start_new_session=True,
             preexec_fn=lambda: become_rank(keeper),
@@ -62,6 +59,7 @@ def main() -> None:
     Process.current().write(layout.path("keeper.json"))
     os.dup2(2, 1)  # whoever started it waits for the end of what it prints
     try:
+        network.up(layout)
         tend(layout)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

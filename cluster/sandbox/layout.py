@@ -45,26 +45,15 @@ class Layout(Record):
     def namespace(self, node: str) -> str:
         return f"{self.tag}-{node}"
 
-    @property
-    def number(self) -> int:
-        return int(self.tag[1:], 16)
-
-    @property
-    def network(self) -> str:
-        """The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks."""
-        return f"198.{18 + self.number // 250 % 2}.{1 + self.number % 250}"
-
     def path(self, *parts: str) -> Path:
         return Path(self.root, *parts)
 
-    @property
-    def slurm_conf(self) -> str:
-        return str(self.path("etc", "slurm.conf"))
-
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
-        host, port, count = socket.gethostname().split(".")[0], 10000 + self.number % 4000 * 5, self.num_nodes
-        first = 30000 + self.number % 200 * 10
+        host, number, count = socket.gethostname().split(".")[0], int(self.tag[1:], 16), self.num_nodes
+        # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
+        network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
+        port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
         # Device files that can pass for accelerators: Slurm takes character devices only.
         devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
         values = {
@@ -73,16 +62,18 @@ class Layout(Record):
             "host": host,
             "num_nodes": str(count),
             "half": str(max(1, count // 2)),
-            "bridge": self.bridge,
-            "controller_address": f"{self.network}.1",
+            "isolated": "yes" if self.isolated else "",
+            "tag": self.tag,
+            "network": network,
+            "controller_address": f"{network}.1",
             "controller_port": str(port),
             "database_port": str(port + 1),
             "storage": "slurmdbd" if self.accounting else "none",
             "tracked": "AccountingStorageTRES=gres/gpu" if self.accounting else "",
             "node_hosts": f"node[1-{count}]",
-            "node_addresses": f"{self.network}.[11-{10 + count}]",
+            "node_addresses": f"{network}.[11-{10 + count}]",
             "node_ports": f"{first}-{first + count - 1}",
-            "node_names": "\n".join(f"{self.network}.{10 + n} node{n}" for n in range(1, count + 1)),
+            "node_names": "\n".join(f"{network}.{10 + n} node{n}" for n in range(1, count + 1)),
             "devices": "Gres=gpu:sandbox:8" if devices else "",
             "device_files": "Name=gpu Type=sandbox File=/dev/tty[0-7]" if devices else "",
             "one_host": "",

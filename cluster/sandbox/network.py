@@ -15,9 +15,11 @@ def is_possible() -> bool:
 
 def up(layout: Layout) -> None:
     """Makes the switch, with this machine on it as login node; nodes plug themselves in. Nothing leads outside."""
+    if not layout.isolated:
+        return
     down(layout)
     ip(f"link add {layout.bridge} type bridge")
-    ip(f"addr add {layout.network}.1/24 dev {layout.bridge}")
+    ip(f"addr add {layout.values()['network']}.1/24 dev {layout.bridge}")
     ip(f"link set {layout.bridge} up")
 
 
