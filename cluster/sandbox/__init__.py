@@ -1,8 +1,9 @@
-"""A real Slurm on one machine, for tutorials and tests: `python -m cluster.sandbox start | stop | status`.
+"""A real Slurm on one machine, for tutorials and tests.
 
-As root, every node has its own network, host name, processes and mounts, so that nodes can be switched off and cables
-cut. Without root all nodes share one host. Up in one or two seconds. Nothing is installed and no service of the machine
-is touched; see `why_not` for what is missing.
+`python -m cluster.sandbox start | stop | status`. As root, every node has its own network, host
+name, processes and mounts, so that nodes can be switched off and cables cut. Without root all nodes
+share one host. Up in one or two seconds. Nothing is installed and no service of the machine is
+touched; see `why_not` for what is missing.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ def why_not(accounting: bool = False) -> str | None:
     if not missing:
         return None
     packages = PACKAGES + (f" {ACCOUNTING_PACKAGES}" if accounting else "")
-    return f"{', '.join(missing)} not found. On Debian or Ubuntu: apt-get install --no-install-recommends {packages}"
+    install = f"apt-get install --no-install-recommends {packages}"
+    return f"{', '.join(missing)} not found. On Debian or Ubuntu: {install}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Sandbox:
         isolated: bool | None = None,
         accounting: bool = False,
     ) -> Self:
-        """Returns a sandbox whose nodes are all idle; one that runs already is returned as it is, `was_running` true.
+        """Returns a sandbox whose nodes are all idle; one that runs already as it is.
 
         Args:
             root: its directory, made for the caller alone; default: one per user below /tmp.
@@ -70,8 +72,8 @@ class Sandbox:
             accounting: with slurmdbd and MariaDB behind it, so that sacct works.
 
         Raises:
-            JobError: something is missing, the directory is not the caller's own, or the daemons did not come up; then
-                the message ends with their last words.
+            JobError: something is missing, the directory is not the caller's own, or the daemons
+                did not come up; then the message ends with their last words.
         """
         if reason := why_not(accounting):
             raise JobError(reason)
@@ -145,7 +147,7 @@ class Sandbox:
         self.layout.path("run", f"{node}.off").unlink(missing_ok=True)
 
     def cut(self, node: str) -> None:
-        """Pulls a node's cable at the switch: it goes on and notices nothing, its packets just get lost."""
+        """Pulls a node's cable at the switch: the node goes on, its packets just get lost."""
         network.ip(f"link set {self.layout.cable(node)} nomaster")
 
     def heal(self, node: str) -> None:
@@ -185,14 +187,15 @@ def is_own(directory: Path) -> bool:
         return False
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise JobError(
-            f"{directory} is no folder that you alone can write to: {stat.filemode(found.st_mode)}, of user "
-            f"{found.st_uid}. A sandbox runs what lies in its own. Remove it, or give another: --root FOLDER."
+            f"{directory} is no folder that you alone can write to: "
+            f"{stat.filemode(found.st_mode)}, of user {found.st_uid}. "
+            "A sandbox runs what lies in its own. Remove it, or give another: --root FOLDER."
         )
     return True
 
 
 def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
-    """Ends a sandbox, whatever is left of it, and removes its files; returns whether one was running."""
+    """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran."""
     directory = Path(root or default_root()).absolute()
     is_own(directory)
     try:
@@ -210,7 +213,7 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
 
 
 def _end_left_behind(layout: Layout) -> None:
-    """Ends the jobs of a sandbox whose keeper was killed by SIGKILL: its daemons die with it, but not what they do."""
+    """Ends the jobs of a sandbox whose keeper was killed by SIGKILL; its daemons died with it."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             variables, name = (entry / "environ").read_bytes(), (entry / "comm").read_text().strip()

@@ -22,7 +22,8 @@ def main() -> int:
         elif options.action == "start":
             sandbox = Sandbox.start(options.root, num_nodes=options.nodes, accounting=options.accounting)
             print(
-                f"# {'runs already' if sandbox.was_running else 'is up'}; for sbatch, squeue and notebooks:\n"
+                f"# {'runs already' if sandbox.was_running else 'is up'}; "
+                "for sbatch, squeue and notebooks:\n"
                 f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}\n"
                 f"# site file: {sandbox.site_file}"
             )

@@ -1,9 +1,10 @@
-"""The process that owns all daemons of a sandbox: starts each, again if it ends, and ends them with itself.
+"""The process that owns all daemons of a sandbox: it starts them, and ends them with itself.
 
     python -m cluster.sandbox.keeper ROOT
 
-Every daemon runs in the foreground as its child, so that each is reaped, and none can outlive it. One whose file
-ROOT/run/NAME.off is there is not started. A SIGTERM ends the sandbox. Its own identity is in ROOT/keeper.json.
+Every daemon runs in the foreground as its child, so that each is reaped, and none can outlive it.
+One that ends is started again, unless the file ROOT/run/NAME.off is there. A SIGTERM ends the
+sandbox. The keeper's own identity is in ROOT/keeper.json.
 """
 
 import contextlib

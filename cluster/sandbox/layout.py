@@ -76,14 +76,14 @@ class Layout(Record):
             "node_names": "\n".join(f"{network}.{10 + n} node{n}" for n in range(1, count + 1)),
             "devices": "Gres=gpu:sandbox:8" if devices else "",
             "device_files": "Name=gpu Type=sandbox File=/dev/tty[0-7]" if devices else "",
-            "one_host": "",
+            "task_setup": "",
+            "environment": "",
         }
         if not self.isolated:
             here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
-            values["one_host"] = (
-                f'task_setup = ["export MASTER_ADDR={here}"]\nenvironment = {{ KIT_BEAT_HOST = "{here}" }}'
-            )
+            values["task_setup"] = f'"export MASTER_ADDR={here}"'
+            values["environment"] = f'KIT_BEAT_HOST = "{here}"'
         return values
 
 

@@ -14,7 +14,10 @@ def is_possible() -> bool:
 
 
 def up(layout: Layout) -> None:
-    """Makes the switch, with this machine on it as login node; nodes plug themselves in. Nothing leads outside."""
+    """Makes the switch, with this machine as login node; nodes plug themselves in.
+
+    Nothing leads outside.
+    """
     if not layout.isolated:
         return
     down(layout)
@@ -37,4 +40,5 @@ def ip(command: str, check: bool = True) -> None:
     """Runs iproute2's ip; raises JobError with its words when it fails and that matters."""
     done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
     if check and done.returncode:
-        raise JobError(f"ip {command}: {done.stderr.strip()}. Remove left-overs with: python -m cluster.sandbox stop")
+        advice = "Remove left-overs with: python -m cluster.sandbox stop"
+        raise JobError(f"ip {command}: {done.stderr.strip()}. {advice}")

@@ -34,7 +34,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def small_disk(tmp_path_factory):
-    """A file system of 48 MB, to be filled up; isolated nodes share it, since they start after it is there."""
+    """A file system of 48 MB, to be filled up; isolated nodes, which start later, share it."""
     folder = tmp_path_factory.mktemp("small")
     if not network.is_possible():
         yield folder
