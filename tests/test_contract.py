@@ -56,12 +56,12 @@ NAMES = {
 """What README.md and the notebooks import from the face of a room, a row of kit/README.md."""
 
 COMMANDS = {
-    "alerts": "", "attach": "--site --there", "bench site": "--apply", "calibrate": "", "checkpoint": "",
+    "attach": "--site --there", "bench site": "--apply", "calibrate": "", "checkpoint": "",
     "data build": "", "engine": "", "eval": "--follow --submit --suite --task-data --tasks --untrusted-code",
     "explain": "", "export": "--format", "figure": "--out --points-template", "figures": "--out --run", "generate": "",
     "goodput": "", "import": "--follow --format --out --site", "launch": "--data --recipe --set --site --steps",
     "plan": "--batch --devices --site", "rehearse": "", "resume": "--set --steps", "runs": "", "sink": "--to",
-    "site init": "", "stop": "--now", "validate": "", "watch": "",
+    "site init": "", "status": "", "stop": "--now", "validate": "", "watch": "",
 }  # fmt: skip
 """What README.md and the notebooks type, with its options."""
 
@@ -80,7 +80,7 @@ TYPED = {
 }
 """Names of what the kit brings, as words of a command."""
 
-READERS = ("status", "watch", "alerts", "logs", "goodput", "explain", "engine", "runs", "export --format csv", "figure")
+READERS = ("status", "watch", "logs", "goodput", "explain", "engine", "runs", "export --format csv", "figure")
 """Commands that only look at a run."""
 
 RUN_FILES = (
@@ -313,7 +313,7 @@ def test_views_show_the_run(run: kit.Run) -> None:
     assert figure.axes and len(table["step"]) == 40 and {"loss", "validation_loss", "tokens_per_s", "mfu"} <= set(table)
     (listed,) = json.loads(shown("runs", run.directory.parent, "--json"))
     assert (listed["run"], listed["state"], listed["step"], listed["num_steps"]) == ("run", "done", 40, 40)
-    alerts = json.loads(shown("alerts", run.directory, "--json"))
+    alerts = json.loads(shown("status", run.directory, "--json"))["alerts"]
     assert ("hook", 2, 33) in [(alert["kind"], alert["attempt"], alert["step"]) for alert in alerts]
 
 

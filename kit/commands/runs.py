@@ -1,4 +1,4 @@
-"""Commands on runs: engine, status, watch, alerts, logs, stop, checkpoint, figure."""
+"""Commands on runs: engine, status, watch, logs, stop, checkpoint, figure."""
 
 import difflib
 import sys
@@ -17,11 +17,10 @@ from kit.commands.options import (
     console,
     hint,
     strict_json,
-    tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import Table, clock, plain
+from kit.show.terminal import plain
 
 app = typer.Typer()
 
@@ -39,12 +38,13 @@ def engine(run: RunArgument) -> None:
 
 @app.command()
 def status(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Say what a run does now."""
-    from kit.monitor import status_row, status_table
+    """Say what a run does now, and what deserved a look: losses that are lost, jump or rise, stalls, slow ranks."""
+    from kit.monitor.text import recorded_alerts, status_row, status_table
 
     opened = Run.open(run)
     if as_json:
-        print(strict_json(status_row(opened)))
+        alerts = [alert.to_dict() for alert in recorded_alerts(opened)]
+        print(strict_json(status_row(opened) | {"alerts": alerts}))
     else:
         console().print(status_table(opened, console().picture_width))
 
@@ -98,20 +98,6 @@ def checkpoint(run: RunArgument) -> None:
     """Ask a run for a checkpoint after its current step."""
     _living(run, "checkpoint").checkpoint()
     hint(f"Asked at {_now()} for a checkpoint after the current step. Done?", "watch", run)
-
-
-@app.command()
-def alerts(run: RunArgument, as_json: JsonOption = False) -> None:
-    """List what deserved a look: losses that are lost, jump or rise, stalls, falling MFU, slow ranks, dead jobs."""
-    from kit.monitor.text import COLOURS_OF_LEVELS, recorded_alerts
-
-    found = recorded_alerts(Run.open(run))
-    table = Table("time", "kind", "attempt", "step", "message", right=("attempt", "step"))
-    for alert in found:
-        when = clock(alert.time, "%m-%d %H:%M:%S")
-        cells = (when, alert.kind, str(alert.attempt), f"{alert.step:,}", alert.message)
-        table.add(*cells, style=COLOURS_OF_LEVELS[alert.level])
-    tell([alert.to_dict() for alert in found], as_json, table if found else "No alerts.")
 
 
 @app.command()

@@ -117,7 +117,7 @@ def live_row(run: Run) -> dict[str, Any]:
         return {**row, "step": 0}
     metrics = rows_to_metrics(newest, spec=run.spec, plans=run.plans(), site=run.site, is_imported=run.is_imported)
     if metrics.why_no_mfu == "above the peak":
-        row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('alerts', run.directory)}"
+        row["reason"] = f"{reason}; no MFU: {metrics.why_no_mfu}, see {kit_command('status', run.directory)}"
     return {**row, **metrics.summary()}
 
 

@@ -9,8 +9,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.record import counted
 from cluster.state import JobState
 from kit.data import mix_words
+from kit.errors import kit_command
 from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.on_alert import OnAlert
@@ -28,7 +30,7 @@ STATES = {
 }
 COLOURS = {state: colour for colour, states in STATES.items() for state in states}
 BARS = " ▁▂▃▄▅▆▇█"
-ALERTS_SHOWN = 5
+ALERTS_SHOWN = 10
 LOSS_LEAST = 4
 CURVES_LEAST = LOSS_LEAST + 2
 """Lines: of the loss, of its axis and of the speed."""
@@ -55,7 +57,7 @@ def status_row(run: Run) -> dict[str, Any]:
 
 def status_table(run: Run, width: int = 80) -> Group:
     """Returns the text view of a run: state with its reason, numbers, curves, alerts and what was asked of it."""
-    return _looked_at(Dashboard(run), width)
+    return _looked_at(_read(run), width)
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
@@ -81,12 +83,17 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 def recorded_alerts(run: Run) -> list[Alert]:
     """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have watched it so far."""
+    return _read(run).watchman.log.alerts
+
+
+def _read(run: Run) -> Dashboard:
+    """Returns a dashboard that has read a whole run and looked for alerts in all of it."""
     dashboard = Dashboard(run)
     while dashboard.read():
         pass
     for _ in range(1 + len(dashboard.columns) // ROWS_PER_LOOK):
         dashboard.look()
-    return dashboard.watchman.log.alerts
+    return dashboard
 
 
 def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> Group:
@@ -98,7 +105,11 @@ def _looked_at(dashboard: Dashboard, width: int, height: int | None = None) -> G
     width = max(40, min(width, 120))
     above, below = _heading(dashboard, width), _told(dashboard)
     if height is None:
-        return Group(*above, *_curves(dashboard, width), *_alerts(dashboard, ALERTS_SHOWN), *below)
+        told = _alerts(dashboard, ALERTS_SHOWN)
+        if more := len(dashboard.watchman.log.alerts) - len(told):
+            every = kit_command("status", dashboard.run.directory, "--json")
+            told.append(Text(f"and {counted(more, 'older alert')}: {every}", style="dim"))
+        return Group(*above, *_curves(dashboard, width), *told, *below)
     least = CURVES_LEAST + (dashboard.outlook.band is not None)  # which has a line below the speed
     alerts, free = [], height - 1 - least - _lines([*above, *below], width)  # one line is the cursor's
     for alert in _alerts(dashboard, height):
@@ -217,7 +228,7 @@ def _alerts(dashboard: Dashboard, count: int) -> list[Text]:
     lines = []
     for alert in dashboard.watchman.log.alerts[: -count - 1 : -1]:
         mark = "✖" if alert.level == "error" else "⚠"
-        line = Text(f"{mark} {clock(alert.time)} step {alert.step:,} {alert.kind}: {alert.message}")
+        line = Text(f"{mark} {clock(alert.time, '%m-%d %H:%M:%S')} step {alert.step:,} {alert.kind}: {alert.message}")
         line.stylize(COLOURS_OF_LEVELS[alert.level])
         lines.append(line)
     return lines

@@ -105,7 +105,7 @@ def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(
 def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path: Path) -> None:
     run = make(tmp_path / "run", steps=1, step_time_s=1e-9)
     row = runs_table(tmp_path).rows[0]
-    assert row["mfu"] is None and "above the peak, see kit alerts" in row["reason"]
+    assert row["mfu"] is None and "above the peak, see kit status" in row["reason"]
     (run.directory / "metrics.jsonl").write_text(
         '{"step": 1, "attempt": 1, "loss": NaN, "tokens": 2048, "step_time_s": 0.5}\n'
     )

@@ -69,7 +69,7 @@ def test_fits_the_terminal(run: Run, width: int) -> None:
     _lose_a_loss(run, 390)
     ask(run.directory, "checkpoint")
     lines = _screen(run, width)
-    words = "\n".join(lines)
+    words = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= width
     for wanted in ("● running", "400 / 1,000", "MFU", "HFU", "?", "nan: loss is not finite", "checkpoint: asked"):
         assert wanted in words
@@ -184,10 +184,23 @@ def test_alerts_are_found_though_nobody_watched_and_told_once(run: Run) -> None:
     _lose_a_loss(run, 390)
     say(run, JobState.RUNNING, attempt=2, step=400, process=dead_process())
     for _ in range(2):
-        found = json.loads(_command("alerts", run.directory, "--json").stdout)
+        found = json.loads(_command("status", run.directory, "--json").stdout)["alerts"]
         assert [(alert["kind"], alert["step"]) for alert in found] == [("nan", 390), ("job", 400)]
-    table = _command("alerts", run.directory).stdout
-    assert "loss is not finite" in table and "job lost" in table
+    words = _command("status", run.directory).stdout
+    assert "loss is not finite" in words and "job lost" in words and "older" not in words
+
+
+def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run: Run) -> None:
+    log = AlertLog(run.directory / "alerts.jsonl")
+    told = [Alert(kind="spike", level="warning", message=f"jump {step}", attempt=1, step=step, time=step)
+            for step in range(0, 13 * 60, 60)]  # fmt: skip
+    log.add(told)
+    lines = _command("status", run.directory).stdout.splitlines()
+    shown = [line.rpartition(" ")[2] for line in lines if "spike: jump" in line]
+    assert shown == [str(step) for step in range(720, 120, -60)]
+    assert f"and 3 older alerts: kit status {run.directory} --json" in lines
+    found = json.loads(_command("status", run.directory, "--json").stdout)["alerts"]
+    assert found == [alert.to_dict() for alert in told]
 
 
 def test_a_job_fails_once_however_late_one_looks() -> None:

@@ -286,7 +286,6 @@ VIEWS: dict[str, Callable[[Run], Any]] = {
 SLOW: dict[str, Callable[[Run], Any]] = {
     "kit status": command("status", "RUN"),
     "kit status --json": command("status", "RUN", "--json"),
-    "kit alerts": command("alerts", "RUN"),
     "kit goodput": command("goodput", "RUN"),
     "kit explain": command("explain", "RUN"),
 }

@@ -56,7 +56,6 @@ look   watch RUN
 look   runs FOLDER --json
 look   runs FOLDER --compare NAME --out OUT/compare.png
 refuse runs RUN --compare .
-look   alerts RUN
 look   explain RUN
 look   goodput RUN
 look   logs RUN
@@ -96,7 +95,7 @@ show: shows it, or says what there is not. taken: refuses a directory that holds
 NEVER_OF_A_RUN = {
     "plan", "validate", "doctor", "import-checkpoint", "figures", "site init",
 }  # fmt: skip
-ALWAYS = ("status", "watch", "runs", "alerts", "engine")
+ALWAYS = ("status", "watch", "runs", "engine")
 """What shows any run, whatever lacks in it."""
 
 
@@ -411,7 +410,7 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
 def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid():
         pytest.skip("root alone can be another user")
-    look = ("status RUN", "runs RUN --json", "alerts RUN", "goodput RUN", "logs RUN", "explain RUN")
+    look = ("status RUN", "status RUN --json", "runs RUN --json", "goodput RUN", "logs RUN", "explain RUN")
     act = (
         "stop RUN",
         "stop RUN --now",
