@@ -58,10 +58,10 @@ NAMES = {
 COMMANDS = {
     "attach": "--site --there", "bench site": "--apply", "calibrate": "", "checkpoint": "",
     "data build": "", "engine": "", "eval": "--follow --submit --suite --task-data --tasks --untrusted-code",
-    "explain": "", "export": "--format", "figure": "--out --points-template", "figures": "--out --run", "generate": "",
-    "goodput": "", "import": "--follow --format --out --site", "launch": "--data --recipe --set --site --steps",
+    "export": "--format", "figure": "--out --points-template", "figures": "--out --run", "generate": "",
+    "import": "--follow --format --out --site", "launch": "--data --recipe --set --site --steps",
     "plan": "--batch --devices --site", "rehearse": "", "resume": "--set --steps", "runs": "", "sink": "--to",
-    "site init": "", "status": "", "stop": "--now", "validate": "", "watch": "",
+    "site init": "", "status": "--why", "stop": "--now", "validate": "", "watch": "",
 }  # fmt: skip
 """What README.md and the notebooks type, with its options."""
 
@@ -80,7 +80,7 @@ TYPED = {
 }
 """Names of what the kit brings, as words of a command."""
 
-READERS = ("status", "watch", "logs", "goodput", "explain", "engine", "runs", "export --format csv", "figure")
+READERS = ("status", "watch", "status --why", "logs", "engine", "runs", "export --format csv", "figure")
 """Commands that only look at a run."""
 
 RUN_FILES = (

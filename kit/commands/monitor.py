@@ -1,6 +1,5 @@
-"""Commands on what runs have recorded: runs, explain, goodput, export, sink, import."""
+"""Commands on what runs have recorded: runs, export, sink, import."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,14 +14,13 @@ from kit.commands.options import (
     SetOption,
     check_not_in_a_strangers_run,
     console,
-    facts_table,
     hint,
     parse_settings,
     print_record,
     strict_json,
     tell,
 )
-from kit.errors import ConfigError, RunError, kit_command
+from kit.errors import RunError, kit_command
 from kit.run import Run
 from kit.show.terminal import Table, keep_drawing
 
@@ -50,61 +48,6 @@ def runs(
         keep_drawing(lambda: _drawn(runs_table(folder)), console(), every_s=2.0, over=lambda: False)
     else:
         tell(table.to_dicts(), as_json, _drawn(table))
-
-
-@app.command()
-def explain(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Say whether a run is as fast as its plan should be on its site, what would explain it, and what would gain."""
-    from kit.monitor.expected import gains, pace
-
-    opened = Run.open(run)
-    found = pace(opened)
-    try:
-        changes = gains(opened, found.plan)
-    except ConfigError:  # a site of one machine, whose processes share what a site file says of a device
-        changes = []
-    facts = [("pace", found.verdict), *(("or", str(suspect)) for suspect in found.suspects[1:])]
-    facts += [("nearest measured run", str(found.nearest))] if found.nearest else []
-    if found.parts_s:
-        facts += [("a step, measured", ", ".join(f"{name} {seconds / found.took_s:.0%}"
-                  for name, seconds in found.parts_s.items() if seconds > 0.005 * found.took_s))]  # fmt: skip
-    facts += [("where the time should go", ", ".join(f"{name.replace('_', ' ')} {seconds / found.expected_s:.0%}"
-              for name, seconds in found.terms_s.items() if seconds > 0.01 * found.expected_s))]  # fmt: skip
-    facts += [("a change that gains", f"{words}: {gain:.0%} less time, risk of running out of memory {risk:.1%}")
-              for words, gain, risk in changes]  # fmt: skip
-    facts += [("warning", text) for text in found.warnings]
-    told = [{"change": words, "gain": gain, "risk": risk} for words, gain, risk in changes]
-    tell(
-        {**found.to_dict(), "changes": told}, as_json, facts_table(f"Is {opened.name} as fast as it should be?", facts)
-    )
-
-
-@app.command()
-def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Say where the time of a run's nodes went: steps that count, start-up, repeated steps, waiting, cost."""
-    from kit.monitor.goodput import ledger
-    from kit.monitor.text import duration
-
-    found = ledger(Run.open(run))
-    rows = [row for row in found.rows() if row["seconds"]]
-    costs = [name for name in ("USD", "kWh") if all(row[name.lower()] is not None for row in rows)]
-    names = ["part", "time", "share", "device-hours", *costs, "what it is"]
-    title = f"{found.goodput:.1%} of the device-hours of {found.run} count; shares are of all time, waiting too"
-    parts = Table(*names, right=names[1:-1], title=title)
-    for row in rows:
-        cost = [f"{row[name.lower()]:,.2f}" for name in costs]
-        hours = f"{row['device_hours']:,.3g}"
-        parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
-    attempts = Table("attempt", "devices", "time", "of its device-hours count", "end", right=["devices", "time"])
-    for share in found.attempts:
-        counts = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
-        attempts.add(str(share.attempt), f"{share.devices:,}", duration(sum(share.seconds.values())), counts, share.end)
-    idle = (
-        [f"{duration(found.idle_s)} between attempts, in which none was wanted, are in no part."]
-        if found.idle_s
-        else []
-    )
-    tell({**found.to_dict(), "goodput": found.goodput, "parts": found.rows()}, as_json, parts, *idle, "", attempts)
 
 
 @app.command()

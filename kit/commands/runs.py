@@ -1,10 +1,11 @@
 """Commands on runs: engine, status, watch, logs, stop, checkpoint, figure."""
 
 import difflib
+import math
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,12 +16,18 @@ from kit.commands.options import (
     RunArgument,
     check_not_in_a_strangers_run,
     console,
+    facts_table,
     hint,
     strict_json,
+    tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
-from kit.show.terminal import plain
+from kit.show.terminal import Table, plain
+
+if TYPE_CHECKING:
+    from kit.monitor.expected import Pace
+    from kit.monitor.goodput import Ledger
 
 app = typer.Typer()
 
@@ -37,12 +44,20 @@ def engine(run: RunArgument) -> None:
 
 
 @app.command()
-def status(run: RunArgument, as_json: JsonOption = False) -> None:
+def status(
+    run: RunArgument,
+    why: Annotated[
+        bool, typer.Option("--why", help="is it as fast as it should be, and where did the time of its nodes go?")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Say what a run does now, and what deserved a look: losses that are lost, jump or rise, stalls, slow ranks."""
     from kit.monitor.text import recorded_alerts, status_row, status_table
 
     opened = Run.open(run)
-    if as_json:
+    if why:
+        _tell_why(opened, as_json)
+    elif as_json:
         alerts = [alert.to_dict() for alert in recorded_alerts(opened)]
         print(strict_json(status_row(opened) | {"alerts": alerts}))
     else:
@@ -134,6 +149,64 @@ def figure(
     drawn, table = run_figure(opened)
     save_figure(drawn, [], [file])
     print(strict_json({name: column.tolist() for name, column in table.items()}) if as_json else file)
+
+
+def _tell_why(run: Run, as_json: bool) -> None:
+    """Prints how a run's speed compares with the estimate, or why that cannot be said, and its ledger."""
+    from kit.monitor.expected import pace
+    from kit.monitor.goodput import ledger
+
+    spent = ledger(run)
+    try:
+        found = pace(run)
+        told, facts = found.to_dict(), _facts(found)
+    except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
+        told, facts = {"verdict": str(error)}, [("pace", str(error))]
+    used = {**spent.to_dict(), "share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
+    title = f"Is {run.name} as fast as it should be?"
+    tell({"pace": told, "goodput": used}, as_json, facts_table(title, facts), "", *_ledger_tables(spent))
+
+
+def _facts(found: "Pace") -> list[tuple[str, str]]:
+    """Returns in words what an estimate says of a run, and what was measured."""
+
+    def shares(parts: dict[str, float], whole: float) -> str:
+        told = (f"{name.replace('_', ' ')} {part / whole:.0%}" for name, part in parts.items() if part > 0.01 * whole)
+        return ", ".join(told)
+
+    checked = shares(found.node_check, 1.0)
+    facts = [
+        ("pace", found.verdict),
+        ("nearest measured run", str(found.nearest or "")),
+        ("node check", checked and f"{checked} of the site file's numbers"),
+        ("a step, measured", shares(found.parts_s, found.took_s)),
+        ("where the time should go", shares(found.terms_s, found.expected_s)),
+        *(("warning", text) for text in found.warnings),
+    ]
+    return [(name, text) for name, text in facts if text]
+
+
+def _ledger_tables(spent: "Ledger") -> list[Table | str]:
+    """Returns where the time of a run's nodes went, by part and by attempt."""
+    from kit.monitor.text import duration
+
+    rows = [row for row in spent.rows() if row["seconds"]]
+    costs = [name for name in ("USD", "kWh") if all(row[name.lower()] is not None for row in rows)]
+    names = ["part", "time", "share", "device-hours", *costs, "what it is"]
+    title = f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time, waiting too"
+    parts = Table(*names, right=names[1:-1], title=title)
+    for row in rows:
+        cost = [f"{row[name.lower()]:,.2f}" for name in costs]
+        hours = f"{row['device_hours']:,.3g}"
+        parts.add(row["part"], duration(row["seconds"]), f"{row['share']:.1%}", hours, *cost, row["meaning"])
+    names = ("attempt", "devices", "time", "of its device-hours count", "last word")
+    attempts = Table(*names, right=names[1:3])
+    for share in spent.attempts:
+        counts = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
+        held = duration(sum(share.seconds.values()))
+        attempts.add(str(share.attempt), f"{share.devices:,}", held, counts, share.end)
+    idle = f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
+    return [parts, *([idle] if spent.idle_s else []), "", attempts]
 
 
 def _living(run: Path, what: str) -> Job:

@@ -7,7 +7,6 @@ of the time of the nodes in steps that count, as in "ML productivity goodput" of
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from kit.errors import RunError
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.columns import NAMES, first_steps, parse_lines, supersede
-from kit.run.tail import CHUNK_BYTES, Tail
+from kit.run.tail import Tail
 
 PARTS = {
     "productive": "steps that count, each once",
@@ -46,7 +45,7 @@ class Share(Record):
     devices: int = field_doc("that it held")
     usd_per_hour: float | None = field_doc("of all its nodes: `usd_per_hour`; None: its site tells no price")
     seconds: dict[str, float] = field_doc("by part")
-    end: str = field_doc("how it ended, one line")
+    end: str = field_doc("the last that was heard of it, one line")
 
     @property
     def held_s(self) -> float:
@@ -94,20 +93,19 @@ class Ledger(Record):
         """Returns a row for each part: seconds, share of the wall time, device-hours, where known price and kWh."""
         rows, wall_s = [], self.wall_s
         prices = np.array([share.usd_per_hour for share in self.attempts], dtype=float)  # None is NaN
-        for part, meaning in PARTS.items():
-            each = np.array([share.seconds[part] for share in self.attempts])
-            seconds = float(each.sum())
-            held_s = each * (part != "waiting")
-            held = float(held_s @ [share.devices for share in self.attempts])
-            rows.append({
+        for part, seconds in self.seconds.items():
+            held = np.array([share.seconds[part] for share in self.attempts]) * (part != "waiting") / 3600
+            hours, usd = float(held @ [share.devices for share in self.attempts]), float(held @ prices)
+            row = {
                 "part": part,
                 "seconds": seconds,
                 "share": seconds / wall_s if wall_s else np.nan,
-                "device_hours": held / 3600,
-                "usd": None if np.isnan(prices).any() else float(held_s @ prices) / 3600,
-                "kwh": None if self.watts is None else held / 3600 * self.watts / 1000,
-                "meaning": meaning,
-            })  # fmt: skip
+                "device_hours": hours,
+                "usd": None if np.isnan(usd) else usd,
+                "kwh": None if self.watts is None else hours * self.watts / 1000,
+                "meaning": PARTS[part],
+            }
+            rows.append(row)
         return rows
 
 
@@ -150,12 +148,9 @@ def ledger(run: Run) -> Ledger:
                 shares[-1].seconds["lost"] += gap
         before = end
         plan = plans.get(attempt, run.plan)
-        if any(_is_over(event) for event in told) or attempt == max(events):
-            why = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
-        else:
-            why = "killed with its supervisor, which left no word"
+        word = f"{told[-1].state}: {told[-1].reason}" if told else "imported"
         price = usd_per_hour(plan, sites.get(attempt, run.site))
-        shares.append(Share(attempt=attempt, devices=plan.num_devices, usd_per_hour=price, seconds=seconds, end=why))
+        shares.append(Share(attempt=attempt, devices=plan.num_devices, usd_per_hour=price, seconds=seconds, end=word))
     watts = run.site.device.watts
     return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s, watts=watts.value if watts else None)
 
@@ -195,7 +190,9 @@ def _attempt(
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
-    rows = np.hstack([np.empty((len(NAMES), 0)), *_recorded(run)])
+    tail = Tail(run.directory / "metrics.jsonl")
+    parts = (parse_lines(text)[0] for text in iter(tail.new_lines, b""))
+    rows = np.hstack([np.empty((len(NAMES), 0)), *parts])
     places = np.vstack([rows[:2], np.arange(rows.shape[1])])
     counts = np.zeros(rows.shape[1])
     if rows.shape[1]:
@@ -204,12 +201,6 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
     columns = {name: rows[NAMES.index(name)] for name in names} | {"counts": counts}
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
     return {name: column[known] for name, column in columns.items()}
-
-
-def _recorded(run: Run) -> Iterator[np.ndarray]:
-    tail = Tail(run.directory / "metrics.jsonl")
-    while text := tail.new_lines(CHUNK_BYTES):
-        yield parse_lines(text)[0]
 
 
 def _is_over(event: Event) -> bool:

@@ -94,7 +94,7 @@ def compare(run: Run) -> tuple[Band | None, str, dict[str, float]]:
                 return band, found.verdict, found.parts_s
         except RunError:
             pass
-        words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.calibration.label})"
+        words = f"{expected.low_s:.3g} to {expected.high_s:.3g} s a step ({expected.label})"
         return band, f"expected: {words}; too few steps to compare", {}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

@@ -67,9 +67,10 @@ def left_out_errors() -> dict[str, float]:
 
 
 def verdicts() -> list[dict[str, str]]:
-    """Returns for each log of 175B whether its steps were as fast as they should have been, as `kit explain` says it.
+    """Returns for each log of 175B whether its steps were as fast as they should have been.
 
-    Each run of LUMI is judged by the others; the authors' own log of Frontier by all of LUMI's.
+    It is the sentence of `kit status --why`. Each run of LUMI is judged by the others; the authors'
+    own log of Frontier by all of LUMI's.
     """
     runs, rows = lumi_runs(), []
     logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]

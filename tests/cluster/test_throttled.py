@@ -1,4 +1,4 @@
-"""Links that the kernel throttles, cores of which a rank gets a share: `kit explain` names what was done."""
+"""Links that the kernel throttles, cores of which a rank gets a share: what `kit status --why` names as slow."""
 
 import json
 import time
@@ -7,13 +7,13 @@ import pytest
 
 import kit
 from cluster.site import Site
-from kit.monitor.expected import LINKS, Pace, pace
+from kit.monitor.expected import PASSES, WAITS, Pace, pace
 from kit.run import Run
 from tests.cluster.throttle import PLAN, SPEC, as_it_runs, ranks_on, slow_core, slow_links
 from tests.cluster.waiting import eventually
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
-NODES, STEPS, NETWORK = ["node1", "node2"], 24, LINKS[1]
+NODES, STEPS = ["node1", "node2"], 24
 NORMAL, SLOW = 400, 80
 """Megabits/s of a node's link: at which it counts as well, and throttled."""
 
@@ -59,11 +59,11 @@ def check(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
 
 
 def test_a_slow_core_is_named(train, capsys) -> None:
-    """Of one rank, of the other, and of both, which is the machine."""
+    """Of rank 0, which tells its parts; of the other, for which rank 0 waits; and of both."""
     site, found = as_it_runs(train("normal")), {}
     normal = pace(train("again", site))
-    cases = (("rank 1", ["node2"], "rank 1 on node2"), ("rank 0", ["node1"], "rank 0 on node1"))
-    for name, nodes, part in (*cases, ("both", NODES, "matrix products")):
+    cases = (("rank 1", ["node2"], WAITS), ("rank 0", ["node1"], PASSES))
+    for name, nodes, part in (*cases, ("both", NODES, PASSES)):
 
         def slowness(run: Run, nodes: list[str] = nodes):
             return slow_core("core", [pid for node in nodes for pid in ranks_on(node, run.directory)], 0.2)
@@ -80,4 +80,5 @@ def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
     with slow_links(sandbox, NODES, SLOW):
         from_the_start = pace(train("slow", site))
     later = pace(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
-    check({"from the start": (from_the_start, NETWORK), "later": (later, NETWORK)}, normal, capsys)
+    check({"from the start": (from_the_start, WAITS), "later": (later, WAITS)}, normal, capsys)
+    assert from_the_start.node_check["the network between nodes"] < 0.5

@@ -122,21 +122,23 @@ def test_dashboard_and_ledger_tell_the_same_cost_of_whole_nodes(tmp_path):
     dashboard.outlook.refresh(wait=True)
     assert ledger(run).usd == pytest.approx(17 * 21.50)
     assert dashboard.facts()["cost"]["value"] == pytest.approx(17 * 21.50)
-    told = CliRunner().invoke(app, ["goodput", str(run.directory), "--json"]).output
-    assert sum(part["usd"] for part in json.loads(told)["parts"]) == pytest.approx(17 * 21.50)
+    told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"]).output
+    assert sum(part["usd"] for part in json.loads(told)["goodput"]["parts"]) == pytest.approx(17 * 21.50)
 
 
 def test_the_command(told, run):
-    result = CliRunner().invoke(app, ["goodput", str(told.directory)])
+    result = CliRunner().invoke(app, ["status", str(told.directory), "--why"])
     words = " ".join(result.output.split())
     assert result.exit_code == 0 and "36.8% of the device-hours of a run count" in words, "14 of 38 s"
     assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
     assert "30.8%" in words and "50.0%" in words, "8 of 26 s and 6 of 12: as the heading, attempt by attempt"
     assert "node3 fell silent" in result.output and "first step" in result.output and "in no part" not in words
-    parts = json.loads(CliRunner().invoke(app, ["goodput", str(told.directory), "--json"]).output)["parts"]
-    assert sum(part["seconds"] for part in parts) == pytest.approx(68)
+    assert "has fewer than 10 steps" in words, "of its speed"
+    found = json.loads(CliRunner().invoke(app, ["status", str(told.directory), "--why", "--json"]).output)
+    assert sum(part["seconds"] for part in found["goodput"]["parts"]) == pytest.approx(68)
+    assert found["goodput"]["share"] == pytest.approx(14 / 38) and "fewer than 10 steps" in found["pace"]["verdict"]
     happened(told, 3, 1068.0, JobState.QUEUED)
-    assert "17 min between attempts" in CliRunner().invoke(app, ["goodput", str(told.directory)]).output
+    assert "17 min between attempts" in CliRunner().invoke(app, ["status", str(told.directory), "--why"]).output
 
 
 def test_a_run_without_an_attempt_is_refused(run):
