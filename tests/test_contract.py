@@ -57,7 +57,7 @@ NAMES = {
 
 COMMANDS = {
     "attach": "--site --there", "bench site": "--apply", "calibrate": "", "checkpoint": "",
-    "data build": "", "engine": "", "eval": "--follow --submit --suite --task-data --tasks --untrusted-code",
+    "data build": "", "eval": "--follow --submit --suite --task-data --tasks --untrusted-code",
     "export": "--format", "figure": "--out --points-template", "figures": "--out --run", "generate": "",
     "import": "--follow --format --out --site", "launch": "--data --recipe --set --site --steps",
     "plan": "--batch --devices --site", "rehearse": "", "resume": "--set --steps", "runs": "", "sink": "--to",
@@ -80,7 +80,7 @@ TYPED = {
 }
 """Names of what the kit brings, as words of a command."""
 
-READERS = ("status", "watch", "status --why", "logs", "engine", "runs", "export --format csv", "figure")
+READERS = ("status", "watch", "status --why", "logs", "runs", "export --format csv", "figure")
 """Commands that only look at a run."""
 
 RUN_FILES = (

@@ -1,4 +1,4 @@
-"""Commands on runs: engine, status, watch, logs, stop, checkpoint, figure."""
+"""Commands on runs: status, watch, logs, stop, checkpoint, figure."""
 
 import difflib
 import math
@@ -30,17 +30,6 @@ if TYPE_CHECKING:
     from kit.monitor.goodput import Ledger
 
 app = typer.Typer()
-
-
-@app.command()
-def engine(run: RunArgument) -> None:
-    """Print what a run's engine is told: DeepSpeed's JSON (for a GPT, Megatron-DeepSpeed's arguments too), or NxD's."""
-    from kit.engines.configuration import configuration_files
-
-    opened = Run.open(run)
-    texts = configuration_files(opened.spec, opened.plan, opened.recipe)
-    print("".join(texts.values()) or f"engine {opened.plan.engine!r}: it has no configuration beside plan.json "
-          "and recipe.json\n", end="")  # fmt: skip
 
 
 @app.command()

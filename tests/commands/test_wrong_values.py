@@ -20,7 +20,7 @@ from tests.monitor.recorded import recorded_run, say
 PATHS = ("nowhere", "file", "empty", "loop", "x" * 260, "file/inside", "~nobody-of-this-name/x", "a\udc80")
 READERS = [
     [command, "PATH"]
-    for command in ("status", "watch", "logs", "stop", "checkpoint", "resume", "engine", "figure", "export",
+    for command in ("status", "watch", "logs", "stop", "checkpoint", "resume", "figure", "export",
                     "calibrate")
 ] + [["validate", "--rows", "PATH"], ["bench", "site", "--apply", "PATH"], ["runs", ".", "--compare", "PATH"],
      ["sink", "PATH", "--to", "tensorboard", "--no-follow"], ["launch", "new", "--model", "PATH.json"],

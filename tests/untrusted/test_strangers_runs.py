@@ -59,7 +59,6 @@ look   runs FOLDER --compare NAME --out OUT/compare.png
 refuse runs RUN --compare .
 look   logs RUN
 look   logs RUN --follow
-look   engine RUN
 look   figure RUN --out OUT/figure.png
 refuse figure RUN
 look   figure hlat-loss --run RUN --out OUT/paper.png
@@ -94,7 +93,7 @@ show: shows it, or says what there is not. taken: refuses a directory that holds
 NEVER_OF_A_RUN = {
     "plan", "validate", "doctor", "import-checkpoint", "figures", "site init",
 }  # fmt: skip
-ALWAYS = ("status", "watch", "runs", "engine")
+ALWAYS = ("status", "watch", "runs")
 """What shows any run, whatever lacks in it; but why it is so fast is said of one that has steps."""
 
 
