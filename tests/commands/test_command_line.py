@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.commands.app import GONE, app
 from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from kit.plan import Plan
@@ -44,6 +44,13 @@ def test_mistake_is_one_sentence_and_starts_nothing(arguments: tuple[str, ...], 
     words = " ".join(answer.stderr.split()).replace("/ ", "/")
     assert answer.returncode == 1 and message in words and "Traceback" not in words
     assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_went_is_answered_with_what_does_its_work(name: str, tmp_path: Path) -> None:
+    assert name not in typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    result = CliRunner().invoke(app, [name, "RUN", "--json"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2 and f"No such command {name!r}. {GONE[name]}" in result.output
 
 
 def test_help_names_every_command_with_a_sentence(tmp_path: Path) -> None:
